@@ -7,6 +7,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -19,7 +20,6 @@ from sparcel.collectives import ALGORITHMS
 from sparcel.cost import Problem, predict, stated_rates
 from sparcel.errors import InputError
 from sparcel.formats import RAW
-from sparcel.lab import Loopback
 from sparcel.schemes import engine_stages
 
 _SIZE, _DENSITY, _K = 4096, 0.01, 41
@@ -136,30 +136,19 @@ def test_predictions_are_shown_with_the_times(everything: tuple[str, dict[str, A
 def test_processes_are_started_with_mpi_if_it_is_to_be_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    started: list[Any] = []
-
-    class Nobody:
-        def __init__(self, network: Loopback, argv: list[str], _: object, mpi: bool) -> None:
-            started.append((network.nodes, argv, mpi))
-
-        def __enter__(self) -> "Nobody":
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def lines(self) -> list[tuple[int, str]]:
-            return [(0, "of rank 0"), (1, "of rank 1")]
-
+    workers = MagicMock()
+    lines = workers.return_value.__enter__.return_value.lines
+    lines.return_value = [(0, "of rank 0"), (1, "of rank 1")]
+    monkeypatch.setattr("sparcel.bench.run.Workers", workers)
     for name in ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("sparcel.bench.run.Workers", Nobody)
     for engines in ("gloo", "gloo,mpi"):
         options = ["bench", "--ranks", "3", "--engines", engines]
         monkeypatch.setattr("sys.argv", ["sparcel", *options])
         assert CliRunner().invoke(app, options, catch_exceptions=False).output == "of rank 0\n"
-        again = [sys.executable, "-m", "sparcel", *options]
-        assert started.pop() == (3, again, engines == "gloo,mpi")
+        (network, argv, _), told = workers.call_args
+        assert (network.nodes, argv[1:]) == (3, ["-m", "sparcel", *options])
+        assert told == {"mpi": engines == "gloo,mpi"}
 
 
 @pytest.mark.parametrize(

@@ -201,11 +201,9 @@ def test_several_ranks_a_node_add_the_methods_on_two_levels():
 
 def test_a_server_s_link_carries_everybody_s_messages():
     made = plan(10**7, compute_s=0, rates=SLOW, topology="parameter-server")
-    dense = next(row for row in made.rows if row.method == "dense fp32")
+    dense = row_of(made, "dense fp32")
     assert dense.exchange == pytest.approx(8 * 2 * 4e7 / 1e8, rel=0.01)
-    scalecom, topk = (
-        next(row for row in made.rows if row.method == name) for name in ("scalecom", "topk")
-    )
+    scalecom, topk = (row_of(made, name) for name in ("scalecom", "topk"))
     assert scalecom.bytes < topk.bytes / 3  # the sum of eight selections
 
 

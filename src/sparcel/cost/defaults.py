@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from sparcel._checks import number, whole_number
 from sparcel.cost.work import KINDS
-from sparcel.rates import TRANSFERS, Curve, Rates
+from sparcel.rates import DENSE, TRANSFERS, Curve, Rates
 
 _POSTING_SECONDS = 20e-6
 """Time that a rank spends on sending and receiving one of many simultaneous messages."""
@@ -54,13 +54,14 @@ def stated_rates(
     slowest = (bandwidth, latency_s) if here < ranks else (node_bandwidth, node_latency_s)
     within = Curve.line(node_latency_s, 1 / node_bandwidth)
     between = within if here == ranks else Curve.line(latency_s, here / bandwidth)
-    curves = {"shift": between}
-    # In a tree, one rank of each node has a peer on another node.
-    curves["tree"] = within if here == ranks else Curve.line(latency_s, 1 / bandwidth)
-    curves |= dict.fromkeys(("rotate", "gather"), _to_all(within, between, ranks, here))
-    inner = [f"node.{name}" for name in TRANSFERS]
-    curves |= dict.fromkeys(inner, within)
-    curves |= dict.fromkeys(("dense.float32", "dense.bfloat16"), _engine(*slowest, ranks))
+    curves = {
+        "shift": between,
+        # In a tree, one rank of each node has a peer on another node.
+        "tree": within if here == ranks else Curve.line(latency_s, 1 / bandwidth),
+        **dict.fromkeys(("rotate", "gather"), _to_all(within, between, ranks, here)),
+        **{f"node.{name}": within for name in TRANSFERS},
+        **dict.fromkeys(DENSE, _engine(*slowest, ranks)),
+    }
     for name, kind in KINDS.items():
         slower = 1.0 if name == "small" else _CORE_BYTES_PER_S / memory_bandwidth
         curves[name] = Curve.line(kind.call_s, kind.unit_s * slower)

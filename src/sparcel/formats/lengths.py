@@ -40,14 +40,13 @@ class Lengths(NamedTuple):
 
         ``nnz`` None bounds nothing.
         """
-        if nnz is not None and not self.is_dense(nnz, size):
+        size = self.size if size is None else size
+        dense_from = self.format.dense_from(size, self.value_bytes)
+        if nnz is not None and nnz < dense_from:
             return self.sparse_message(int(nnz), size)
-        most = min(self._dense_from(size) - 1, self.size if size is None else size)
-        return max(self.dense_message(size), self.sparse_message(most, size))
+        return max(self.dense_message(size), self.sparse_message(min(dense_from - 1, size), size))
 
     def is_dense(self, nnz: float, size: int | None = None) -> bool:
         """Tell whether so many coordinates travel dense."""
-        return nnz >= self._dense_from(size)
-
-    def _dense_from(self, size: int | None) -> int:
-        return self.format.dense_from(self.size if size is None else size, self.value_bytes)
+        size = self.size if size is None else size
+        return nnz >= self.format.dense_from(size, self.value_bytes)
