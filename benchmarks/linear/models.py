@@ -31,8 +31,9 @@ from sparcel.comm import world
 from sparcel.linear.model import LinearModel
 from sparcel.linear.ranks import gathered
 from sparcel.linear.settings import Settings
-from sparcel.linear.sgd.prepare import prepare
-from sparcel.linear.sgd.replicated import Replicated
+from sparcel.linear.sgd.replicated import Exchange, Replicated
+from sparcel.linear.trainer import Examples
+from sparcel.linear.training import prepare
 from sparcel.rows import shard
 from sparcel.stream import SparseStream
 
@@ -117,11 +118,11 @@ def measure(arm: Arm, name: str, work: Path, tests: list[str], step: float) -> R
         density=arm.density,
         bits=arm.bits,
     )
-    sgd = prepare(rows, targets, None, 1, settings, comm)
+    sgd = prepare(Examples(rows, targets), settings, comm)
     if arm.half:
         model = sgd.model
         assert isinstance(model, Replicated)
-        sgd.model = HalfPrecision(model.weights, sgd.batches, comm, {})
+        sgd.model = HalfPrecision(model.weights, sgd.batches, comm, Exchange("dense", "packed", 0))
     epochs = []
     for _ in range(one.epochs):
         cpu = time.process_time()

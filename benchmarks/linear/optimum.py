@@ -34,6 +34,7 @@ from benchmarks.record import rows_of as recorded
 from sparcel.comm import Communicator, world
 from sparcel.linear.ranks import gathered
 from sparcel.linear.settings import Settings
+from sparcel.linear.trainer import Examples
 from sparcel.linear.training import make_trainer
 from sparcel.rows import Rows, shard
 
@@ -109,7 +110,7 @@ def trained(arm: Arm, rows: Rows, target: float, comm: Communicator | None) -> R
     start = time.perf_counter()
     settings = Settings(**{"l2": L2, "tol": None, "fit_intercept": False, **arm.settings})
     targets = targets_of(rows)
-    trainer = make_trainer(rows, targets, None, 1, settings, comm)
+    trainer = make_trainer(Examples(rows, targets), settings, comm)
     before, matrix = time.perf_counter() - start, matrix_of(rows)
     epochs: list[tuple[float, float, float, float]] = []
     objectives: list[float] = []

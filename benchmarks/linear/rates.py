@@ -30,9 +30,9 @@ from benchmarks.record import Row, extend
 from sparcel import simulate
 from sparcel.comm import Network
 from sparcel.comm.simulated import Report, SimulatedCommunicator
-from sparcel.linear.epoch import Epoch
 from sparcel.linear.settings import Settings
-from sparcel.linear.sgd.prepare import prepare
+from sparcel.linear.trainer import Epoch, Examples
+from sparcel.linear.training import prepare
 from sparcel.rows import shard
 
 NETWORKS = {
@@ -56,7 +56,7 @@ JOBS = [
 """Rows of SparCML's Table 2, with `sharded` beside them. Webspam's on 32 nodes has none: 32 whole
 models of 16.6 million dimensions, and dense gradients, would take 7 GB of this process."""
 
-CLOCKS = [f"sparcel.linear.sgd.{module}.time" for module in ("solver", "replicated", "sharded")]
+CLOCK = "sparcel.linear.trainer.time"
 
 Marked = tuple[Epoch, int, int]
 """An epoch, and which of its rank's events in the trace are its first and the next one's first."""
@@ -72,7 +72,7 @@ def measure(work: Path, epochs: int = 5, **job: str | int) -> Row:
     def on_rank(comm: SimulatedCommunicator) -> list[Marked]:
         own = shard(rows, comm.rank, ranks)
         targets = np.where(own.labels == classes[1], 1, -1).astype(np.float32)
-        sgd = prepare(own, targets, None, 1, settings, comm)
+        sgd = prepare(Examples(own, targets), settings, comm)
         steps.append(sgd.steps)
         events, marked = comm.cluster.trace.events[comm.rank], []
         for _ in range(1 + epochs):
@@ -81,7 +81,7 @@ def measure(work: Path, epochs: int = 5, **job: str | int) -> Row:
         return marked[1:]  # the first one's work includes that of preparing
 
     clock = SimpleNamespace(perf_counter=time.thread_time)
-    with patch(CLOCKS[0], clock), patch(CLOCKS[1], clock), patch(CLOCKS[2], clock):
+    with patch(CLOCK, clock):
         report = simulate(ranks, on_rank, cpu_time=True)
     by_epoch = [list(marks) for marks in zip(*report.results, strict=True)]
     parts = [epoch_of(report, marks) for marks in by_epoch]

@@ -32,12 +32,13 @@ from benchmarks.linear.data import SETS, rows_of
 from benchmarks.machine import machine
 from benchmarks.record import Row, write
 from sparcel import collectives
+from sparcel.collectives.plain_sum import plain_sum
 from sparcel.comm import Communicator, world
 from sparcel.kernels import index_dtype
 from sparcel.linear.ranks import gathered
 from sparcel.linear.scd.solver import Scd
-from sparcel.linear.scd.sums import summed
 from sparcel.linear.settings import Settings
+from sparcel.linear.trainer import Examples
 from sparcel.rows import shard
 from sparcel.rows.rows import Array
 from sparcel.stream import SparseStream
@@ -133,7 +134,10 @@ def gathering(arm: str, scd: Scd, dimensions: int) -> Callable[..., Array]:
     gather = gather_of(arm, scd, dimensions)
 
     def exchange(chosen: Array, sums: Array, comm: Communicator) -> Array:
-        bounds, total = np.searchsorted(chosen, scd.slices), summed(sums, comm)
+        bounds, total = (
+            np.searchsorted(chosen, scd.slices),
+            plain_sum(torch.from_numpy(sums), comm).numpy(),
+        )
         own = slice(bounds[comm.rank], bounds[comm.rank + 1])
         new = scd._step(chosen[own], total[own])[:, 0]
         return gather(Step(scd, chosen, bounds, new, comm.rank), Wire(comm))[:, None]
@@ -156,7 +160,7 @@ def trainers(work: Path, comm: Communicator) -> tuple[dict[bool, Scd], int]:
     rows = shard(rows_of(SETS["urls"], work, "train"), comm.rank, comm.size)
     targets = np.where(rows.labels == "1", 1, -1).astype(np.float32)
     both = {
-        late: Scd(rows, targets, None, 1, Settings(solver="scd", asynchronous=late), comm)
+        late: Scd(Examples(rows, targets), Settings(solver="scd", asynchronous=late), comm)
         for late in (False, True)
     }
     return both, rows.dimensions
@@ -172,14 +176,14 @@ def timed(arm: str, scd: Scd, dimensions: int, iterations: int, comm: Communicat
 
     def after_step(step: int) -> None:
         if step == 0:
-            begun[:] = [time.perf_counter(), scd.waited, comm.traffic.volume]
+            begun[:] = [time.perf_counter(), scd.clock.seconds, comm.traffic.volume]
         if step == iterations:
             raise _EnoughError
 
     try:
         scd.epoch(after_step)
     except _EnoughError:
-        now = [time.perf_counter(), scd.waited, comm.traffic.volume]
+        now = [time.perf_counter(), scd.clock.seconds, comm.traffic.volume]
     took = (np.array(now) - begun) / iterations
     seconds, waited, volume = np.max(gathered(comm, took.tolist(), "times"), axis=0).tolist()
     return {"gather": arm, "iterations": iterations, "steps_an_epoch": scd.steps} | {

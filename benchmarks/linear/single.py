@@ -23,8 +23,9 @@ from benchmarks.linear.data import SETS, make, rows_of
 from benchmarks.machine import machine
 from benchmarks.record import Row, write
 from sparcel.linear.settings import Settings
-from sparcel.linear.sgd.prepare import prepare
 from sparcel.linear.sgd.solver import Sgd
+from sparcel.linear.trainer import Examples
+from sparcel.linear.training import prepare
 from sparcel.rows import HashedNGrams, Rows
 
 EPOCHS = 5
@@ -47,7 +48,7 @@ def sparcel(train: Rows, test: Rows, settings: Settings) -> dict[str, Row]:
     for threads in (1, 2):
         torch.set_num_threads(threads)
         start = time.perf_counter()
-        trainers[threads] = prepare(train, targets, None, 1, settings)
+        trainers[threads] = prepare(Examples(train, targets), settings)
         label = f"sparcel, batch {settings.batch_size}, l2 {settings.l2:g}, {threads} threads"
         found[label] = {"seconds": [], "before_s": time.perf_counter() - start, "accuracy": []}
     for _ in range(EPOCHS):

@@ -42,7 +42,8 @@ from benchmarks.record import rows_of as recorded
 from sparcel.comm import world
 from sparcel.linear.ranks import gathered
 from sparcel.linear.settings import Settings
-from sparcel.linear.sgd.prepare import prepare
+from sparcel.linear.trainer import Examples
+from sparcel.linear.training import prepare
 from sparcel.rows import shard
 
 URLS = SETS["urls"]
@@ -199,7 +200,7 @@ def sparcel(work: Path) -> Row:
     rows = shard(train, rank, ranks)
     targets = np.where(rows.labels == "1", 1, -1).astype(np.float32)
     settings = Settings(l2=0.0, batch_size=ROWS_A_STEP // ranks)
-    trainer = prepare(rows, targets, None, 1, settings, comm)
+    trainer = prepare(Examples(rows, targets), settings, comm)
     epochs = [trainer.epoch() for _ in range(EPOCHS)]
     seconds = np.max(gathered(comm, [epoch.seconds for epoch in epochs], "times"), axis=0)
     coordinates, intercepts = trainer.model.whole().read()

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from sparcel import _cpu
 from sparcel.linear.scd.coordinates import by_coordinates
+from sparcel.linear.trainer import Examples
 from tests.linear.reference import loss_at, random_rows, rows_of
 
 LARGEST = {"logistic": 0.25, "squared_hinge": 2.0, "squared": 1.0}
@@ -56,7 +57,7 @@ def test_derivatives_and_curvatures(loss, seed, rows, dimensions, weighted, stal
     targets = signs[:, 0].copy() if width == 1 else classes.astype(float)
     margins = random.normal(size=(rows, width)) * 3
     weights = random.integers(0, 3, rows).astype(float) if weighted else None
-    shard = by_coordinates(rows_of(dense), targets, weights, width, True, None)
+    shard = by_coordinates(Examples(rows_of(dense), targets, weights, width), True, None)
     matrix = np.column_stack([dense[:, shard.columns], np.ones(rows)])
     drawn = np.array_split(random.permutation(shard.size), 3)
     before, after = drawn[1:] if stale else (NONE, NONE)
@@ -85,7 +86,7 @@ def test_the_parabolas_lie_nowhere_below_the_losses(loss, seed, scale):
     random = np.random.default_rng(seed)
     targets, margins = random.choice([-1.0, 1.0], 50), random.normal(size=50) * scale
     change = random.normal(size=50) * random.choice([1e-3, 1, 30], 50)
-    shard = by_coordinates(rows_of(np.eye(50)), targets, None, 1, False, None)
+    shard = by_coordinates(Examples(rows_of(np.eye(50)), targets), False, None)
     bounds = np.empty((50, 2))
     shard.entries.differentiate(loss, margins, np.arange(50), NONE, NONE, bounds, threads=1)
     before, after = (loss_at(loss, at, targets)[0] for at in (margins, margins + change))
@@ -97,7 +98,7 @@ def test_bits_are_the_same_at_any_number_of_threads():
     random = np.random.default_rng(0)
     dense = random_rows(7, 30000, 9) * np.float32(0.37)
     targets, margins = random.choice([-1, 1], 30000).astype(np.float32), random.normal(size=30000)
-    shard = by_coordinates(rows_of(dense), targets, None, 1, True, None)
+    shard = by_coordinates(Examples(rows_of(dense), targets), True, None)
     chosen, changes = np.arange(shard.size), random.normal(size=shard.size)
     found = []
     for threads in (1, 2, 5):
@@ -115,7 +116,7 @@ def test_bits_are_the_same_at_any_number_of_threads():
 def test_arrays_that_do_not_fit_are_refused():
     rows = rows_of(np.eye(3, dtype=np.float32))
     ones = np.ones(3, np.float32)
-    shard = by_coordinates(rows, ones, None, 1, False, None).entries
+    shard = by_coordinates(Examples(rows, ones), False, None).entries
     margins, sums = np.zeros(3), np.empty((1, 2))
     for column in (-1, 3):
         with pytest.raises(ValueError, match="no such column"):

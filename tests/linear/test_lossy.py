@@ -17,9 +17,9 @@ from sparcel.linear.settings import Settings
 from sparcel.linear.sgd.batches import TAIL
 from sparcel.linear.sgd.encodings import RoundedEncoding
 from sparcel.linear.sgd.owed import Owed
-from sparcel.linear.sgd.prepare import prepare
 from sparcel.linear.sgd.weights import Weights
-from sparcel.linear.training import train
+from sparcel.linear.trainer import Examples
+from sparcel.linear.training import prepare
 from sparcel.stream import SparseStream
 from tests.linear.reference import random_rows, rows_of
 
@@ -41,12 +41,12 @@ def trained(comm, epochs=1, rows=40, classes=2, state=None, **more):
     dense = random_rows(comm.rank, rows, DIMENSIONS)
     truth = np.random.default_rng(7).standard_normal((DIMENSIONS, classes))
     targets = (dense @ truth).argmax(axis=1).astype(np.float32)
-    targets = 2 * targets - 1 if classes == 2 else targets
-    sgd = prepare(rows_of(dense), targets, None, 1 if classes == 2 else classes, settings, comm)
+    width, targets = (1, 2 * targets - 1) if classes == 2 else (classes, targets)
+    sgd = prepare(Examples(rows_of(dense), targets, None, width), settings, comm)
     if state is not None:
         sgd.restore(state(comm))
     states = []
-    train(sgd, settings, lambda epoch: states.append(deepcopy(sgd.state())))
+    sgd.train(lambda epoch: states.append(deepcopy(sgd.state())))
     return sgd, states
 
 

@@ -16,6 +16,7 @@ from sparcel.linear.scd import solver as scd_module
 from sparcel.linear.scd.coordinates import draws
 from sparcel.linear.scd.solver import Scd
 from sparcel.linear.settings import Settings
+from sparcel.linear.trainer import Examples
 from sparcel.patterns import regions
 from tests.linear.reference import loss_at, random_rows, rows_of
 
@@ -37,7 +38,7 @@ def trainer(comm: Communicator | None, loss: str, dtype=np.float64, **more) -> S
     ranks, rank = (comm.size, comm.rank) if comm else (1, 0)
     own = np.arange(ROWS) % max(ranks - 1, 1) == rank
     settings = Settings(solver="scd", loss=loss, **more)
-    return Scd(rows_of(dense[own]), targets[own], None, 1, settings, comm)
+    return Scd(Examples(rows_of(dense[own]), targets[own]), settings, comm)
 
 
 def objective(loss: str, coefficients, intercept: float, l1: float, l2: float) -> float:
@@ -173,7 +174,8 @@ def test_several_classes_are_fitted_as_each_alone(seed, loss, asynchronous, rank
         own = np.arange(ROWS) % ranks == comm.rank
         more = {"l1": 0.01, "block": 2, "random_state": seed, "asynchronous": asynchronous}
         chosen = Settings(solver="scd", loss=loss, **more)
-        scd = Scd(rows_of(dense[own]), targets[own].astype(np.float32), None, width, chosen, comm)
+        given = Examples(rows_of(dense[own]), targets[own].astype(np.float32), None, width)
+        scd = Scd(given, chosen, comm)
         before = comm.traffic.messages_sent
         losses = [scd.epoch().loss for _ in range(2)]
         coordinates, intercepts = scd.read()
@@ -269,13 +271,13 @@ def test_every_coordinate_is_drawn_once_an_epoch_and_evenly():
 def test_rows_without_entries_and_models_without_coordinates():
     rows = rows_of(np.zeros((4, 3), np.float32))
     targets = np.array([1, 1, 1, -1], np.float32)
-    scd = Scd(rows, targets, None, 1, Settings(solver="scd", loss="squared"))
+    scd = Scd(Examples(rows, targets), Settings(solver="scd", loss="squared"))
     scd.epoch()
     coordinates, intercept = scd.read()
     assert not coordinates.any()
     assert intercept[0] == pytest.approx(0.5)
     bare = Settings(solver="scd", fit_intercept=False)
-    nothing = simulate(3, lambda comm: Scd(rows, targets, None, 1, bare, comm).epoch())
+    nothing = simulate(3, lambda comm: Scd(Examples(rows, targets), bare, comm).epoch())
     assert [epoch.loss for epoch in nothing.results] == pytest.approx([np.log(2)] * 3)
 
 
@@ -283,7 +285,7 @@ def test_rows_of_no_weight_do_not_count():
     dense, targets = problem("logistic")
     times = np.arange(ROWS) % 3
     one, two = (
-        Scd(rows_of(x), y, w, 1, Settings(solver="scd", l2=0.1))
+        Scd(Examples(rows_of(x), y, w), Settings(solver="scd", l2=0.1))
         for x, y, w in [
             (dense, targets, times * 1.0),
             (

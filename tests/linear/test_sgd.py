@@ -14,9 +14,9 @@ from sparcel.errors import InputError, MismatchError
 from sparcel.linear.settings import Settings
 from sparcel.linear.sgd.batches import TAIL
 from sparcel.linear.sgd.numbering import by_frequency
-from sparcel.linear.sgd.prepare import prepare
 from sparcel.linear.sgd.step_sizes import RULES, StepSizes
-from sparcel.linear.training import train
+from sparcel.linear.trainer import Examples
+from sparcel.linear.training import prepare
 from tests.linear.reference import DenseModel, random_rows, rows_of
 
 DIMENSIONS = 50
@@ -31,8 +31,8 @@ def own_rows(rank: int, rows: int):
 def fitted(comm, rows: int, settings: Settings):
     """Train on a rank's own rows; return the model and the losses of the epochs."""
     found, targets = own_rows(0 if comm is None else comm.rank, rows)
-    sgd = prepare(found, targets, None, 1, settings, comm)
-    train(sgd, settings)
+    sgd = prepare(Examples(found, targets), settings, comm)
+    sgd.train()
     coordinates, intercepts = sgd.read()
     return coordinates.tobytes(), intercepts.tolist(), sgd.losses
 
@@ -70,8 +70,8 @@ def test_ranks_take_the_steps_of_a_dense_model(algorithm, step, asynchronous):
 
     def run(comm):
         rows, targets = own_rows(comm.rank, counts[comm.rank])
-        sgd = prepare(rows, targets, None, 1, settings, comm)
-        train(sgd, settings)
+        sgd = prepare(Examples(rows, targets), settings, comm)
+        sgd.train()
         order = np.random.default_rng([settings.random_state, comm.rank]).permutation(len(rows))
         return -(-len(rows) // size), order, np.append(*sgd.read())
 
@@ -126,7 +126,7 @@ def test_no_rows_and_unlike_rows_are_told_to_all_ranks():
 
     def run(comm, rows, dimensions):
         found = replace(rows_of(np.ones((rows, 3), np.float32)), dimensions=dimensions)
-        prepare(found, np.ones(rows, np.float32), None, 1, settings, comm)
+        prepare(Examples(found, np.ones(rows, np.float32)), settings, comm)
 
     with pytest.raises(InputError, match="there are no rows to fit a model to"):
         simulate(3, lambda comm: run(comm, 0, 3))
@@ -146,7 +146,7 @@ def test_an_average_at_the_defaults_is_that_of_the_models_after_each_step(algori
 
     def run(comm):
         averaged, single = (
-            prepare(*own_rows(comm.rank, 10), None, 1, replace(settings, average=a), comm)
+            prepare(Examples(*own_rows(comm.rank, 10)), replace(settings, average=a), comm)
             for a in (True, False)
         )
         models = []
@@ -162,8 +162,8 @@ def test_an_average_at_the_defaults_is_that_of_the_models_after_each_step(algori
 def test_training_ends_when_the_loss_no_longer_falls():
     rows, targets = own_rows(0, 40)
     settings = Settings(batch_size=1, epochs=1000, tol=1e-3, l2=0.1)
-    sgd = prepare(rows, targets, None, 1, settings)
-    train(sgd, settings)
+    sgd = prepare(Examples(rows, targets), settings)
+    sgd.train()
     assert 5 < sgd.epochs < 1000
 
 
@@ -193,11 +193,11 @@ def test_a_training_goes_on_from_a_state_bit_by_bit(algorithm, more):
     settings = Settings(batch_size=3, epochs=6, tol=None, algorithm=algorithm, l2=0.01, **more)
 
     def run(comm, state):
-        sgd = prepare(*own_rows(comm.rank, 10), None, 1, settings, comm)
+        sgd = prepare(Examples(*own_rows(comm.rank, 10)), settings, comm)
         if state is not None:
             sgd.restore(state)
         states = []
-        train(sgd, settings, lambda epoch: states.append(deepcopy(sgd.state())))
+        sgd.train(lambda epoch: states.append(deepcopy(sgd.state())))
         coordinates, intercepts = sgd.read()
         return coordinates.tobytes(), intercepts.tolist(), sgd.losses, states
 
@@ -210,7 +210,7 @@ def test_ranks_that_get_out_of_step_are_told():
     settings = Settings(batch_size=5, l2=0.0)
 
     def run(comm):
-        sgd = prepare(*own_rows(comm.rank, 20), None, 1, settings, comm)
+        sgd = prepare(Examples(*own_rows(comm.rank, 20)), settings, comm)
         return sgd.read() if comm.rank else sgd.epoch()
 
     with pytest.raises(MismatchError, match=r"read\(\).*number of columns\(\)"):
@@ -233,7 +233,7 @@ def test_a_sharded_model_sends_two_values_for_each_column_of_a_batch():
     settings = Settings(batch_size=5, epochs=2, tol=None, l2=0.0)
 
     def run(comm):
-        sgd = prepare(*own_rows(comm.rank, 20), None, 1, settings, comm)
+        sgd = prepare(Examples(*own_rows(comm.rank, 20)), settings, comm)
         sgd.epoch()
         return sgd.epoch().volume, sum(len(b.columns) - TAIL for b in sgd.batches), len(sgd.batches)
 

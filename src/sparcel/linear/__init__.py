@@ -3,14 +3,13 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from sparcel.linear.epoch import Epoch
-
 if TYPE_CHECKING:
     from sparcel.linear.estimators import (
         SparseLinearRegression,
         SparseLinearSVC,
         SparseLogisticRegression,
     )
+    from sparcel.linear.trainer import Epoch
 
 __all__ = [
     "Epoch",
@@ -22,7 +21,8 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker would take any name for one that exists
 
     def __getattr__(name: str) -> object:
-        """Import the estimators when they are first used: the command does without scikit-learn."""
-        if name in __all__:
-            return getattr(import_module("sparcel.linear.estimators"), name)
-        raise AttributeError(f"module 'sparcel.linear' has no attribute {name!r}")
+        """Import what is used when it is first used: the command does without scikit-learn."""
+        if name not in __all__:
+            raise AttributeError(f"module 'sparcel.linear' has no attribute {name!r}")
+        home = "trainer" if name == "Epoch" else "estimators"
+        return getattr(import_module(f"sparcel.linear.{home}"), name)

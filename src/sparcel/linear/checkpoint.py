@@ -28,21 +28,12 @@ def write(path: Path, kind: str, about: Mapping[str, Any], arrays: Mapping[str, 
     """
     told = {"kind": kind, "arrays": list(arrays), **about}
     text = np.frombuffer(json.dumps(told).encode(), np.uint8)
+    content: dict[str, Any] = {"about": text, **arrays}
     try:
-        with replacing(path) as file, zipfile.ZipFile(file, "w") as archive:
-            for name, array in {"about": text, **arrays}.items():
-                _add(archive, f"{name}.npy", array)
+        with replacing(path) as file:
+            np.savez(file, **content)
     except OSError as error:
         raise InputError(f"{path} can't be written: {error.strerror}") from error
-
-
-def _add(archive: zipfile.ZipFile, name: str, array: Array) -> None:
-    """Add an array as `numpy.savez` does, but without copies of its parts."""
-    content = np.ascontiguousarray(array)
-    with archive.open(name, "w", force_zip64=True) as file:
-        header = np.lib.format.header_data_from_array_1_0(content)
-        np.lib.format.write_array_header_1_0(file, header)
-        file.write(content.reshape(-1).view(np.uint8).data)
 
 
 def read(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Array]]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
-import torch
 
 from sparcel._checks import number
 from sparcel.comm import Communicator
@@ -100,23 +99,21 @@ class Classes:
             is no such class, or ranks have other weights.
         """
         given = run_or_fail_everywhere(comm, lambda: self._checked_weights(class_weight, dtype))
-        told = given.tolist() if isinstance(given, np.ndarray) else given
-        if any(other != told for other in gathered(comm, told, "class_weight")):
+        if any(other != given for other in gathered(comm, given, "class_weight")):
             raise InputError("ranks must have the same class_weight; give all the same")
         if given is None:
             return weights
         own = np.ones(len(numbers), dtype) if weights is None else weights
         if isinstance(given, str):  # balanced
-            counts = torch.from_numpy(np.bincount(numbers, own, len(self.labels)))
-            if comm is not None:
-                comm.run(lambda: comm.all_reduce(counts))
-            each = torch.where(counts > 0, counts.sum() / (len(self.labels) * counts), 0)
-            return np.asarray(own * each.numpy()[numbers], dtype)
-        return np.asarray(own * given[numbers], dtype)
+            counts = np.bincount(numbers, own, len(self.labels)).tolist()
+            total = np.sum(gathered(comm, counts, "weights of classes"), axis=0)
+            share = total.sum() / len(self.labels)
+            given = np.divide(share, total, out=np.zeros(len(total)), where=total > 0).tolist()
+        return np.asarray(own * np.array(given)[numbers], dtype)
 
     def _checked_weights(
         self, class_weight: Mapping[Any, float] | str | None, dtype: Any
-    ) -> Array | str | None:
+    ) -> list[float] | str | None:
         """Return the weight of each class; None and "balanced" stay what they are."""
         if class_weight is None or (isinstance(class_weight, str) and class_weight == "balanced"):
             return class_weight
@@ -135,7 +132,7 @@ class Classes:
             label: number(weight, f"class_weight[{label!r}]", at_least=0, at_most=most)
             for label, weight in class_weight.items()
         }
-        return np.array([each.get(label, 1.0) for label in known])
+        return [each.get(label, 1.0) for label in known]
 
 
 def finite_numbers(labels: Array, dtype: Any) -> Array:

@@ -10,6 +10,9 @@ import numpy as np
 from sparcel.errors import InputError, optional
 from sparcel.rows.rows import Array
 
+MOST_HELD = 2**31 - 1
+"""A model of more dimensions is never held whole, but as the columns that occur."""
+
 
 @dataclass(frozen=True, eq=False)
 class Coordinates:

@@ -2,32 +2,57 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 
-from sparcel.comm import Group
-from sparcel.errors import InputError, optional
-from sparcel.linear.base import LinearBase, takes_steps
+from sparcel.comm import Communicator, Group
+from sparcel.errors import InputError, known, optional
 from sparcel.linear.classes import Classes, finite_numbers, labels, probabilities
-from sparcel.linear.inputs import sample_weights
-from sparcel.linear.parameters import Parameters
+from sparcel.linear.coordinates import MOST_HELD, Coordinates
+from sparcel.linear.inputs import as_matrix, as_rows, opened, product, sample_weights
+from sparcel.linear.parameters import SOLVERS, Parameters
 from sparcel.linear.ranks import ranks_of, run_or_fail_everywhere
+from sparcel.linear.settings import Settings
+from sparcel.linear.sgd.weights import Weights, WholeModel
+from sparcel.linear.trainer import Epoch, Examples, Trainer
+from sparcel.linear.training import make_trainer, prepare
 from sparcel.rows.rows import Array
 
 with optional("sparcel.linear", "linear"):
-    from sklearn.base import ClassifierMixin, RegressorMixin
+    import scipy.sparse as sp
+    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.exceptions import ConvergenceWarning
     from sklearn.utils.metaestimators import available_if
     from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import check_is_fitted, validate_data
 
 E = TypeVar("E")
+
+_FLOATS = [np.float32, np.float64]
+
+
+def takes_steps(estimator: _Linear) -> bool:
+    """Tell whether an estimator can go on with other rows; raise why not."""
+    if known(estimator.solver, SOLVERS, "solver") == "scd":
+        raise InputError(
+            "partial_fit takes steps of stochastic gradient descent, and solver='scd' needs all"
+            " rows in each step; call fit, or take solver='sgd'"
+        )
+    if estimator.density is not None:
+        raise InputError(
+            f"partial_fit forgets what density={estimator.density} has kept back when it ends;"
+            " call fit, or leave out density"
+        )
+    return True
 
 
 def _documented(estimator: type[E]) -> type[E]:
     """Add what an estimator inherits to its docstring."""
-    bases = (Parameters, LinearBase, _Classifier)
+    bases = (Parameters, _Linear, _Classifier)
     inherited = [base.__doc__ or "" for base in bases if issubclass(estimator, base)]
     bodies = ["\n" + text.partition("\n")[2] for text in inherited]
     estimator.__doc__ = (estimator.__doc__ or "") + "".join(bodies)
@@ -35,7 +60,171 @@ def _documented(estimator: type[E]) -> type[E]:
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class _Classifier(ClassifierMixin, LinearBase):  # type: ignore[misc]
+class _Linear(Parameters, BaseEstimator):  # type: ignore[misc]
+    """What the estimators share: their parameters, and a training on all ranks.
+
+    Attributes
+    ----------
+    coef_
+        ``[classes, features]``, one row for two classes; for regression ``[features]``. A sparse
+        matrix for more than 2³¹ − 1 features.
+    intercept_
+        ``[classes]``, or one number.
+    epochs_
+        What each epoch was like, a list of `Epoch`.
+    n_iter_
+        How many epochs the model was trained for.
+    """
+
+    coef_: Any = field(init=False)
+    intercept_: Any = field(init=False)
+
+    def _loss(self) -> str:
+        raise NotImplementedError
+
+    def _checked_labels(self, y: Array, dtype: Any) -> Array:
+        """Return this rank's labels, or raise what is wrong with them."""
+        raise NotImplementedError
+
+    def _examples(
+        self, given: Examples, classes: Sequence[Any] | None, fresh: bool, comm: Communicator | None
+    ) -> Examples:
+        """Return examples for training, made of some whose targets are labels; all ranks call."""
+        return given
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        return tags
+
+    def fit(self, X: Any, y: Any = None, sample_weight: Any = None, group: Group = None) -> Self:
+        """Fit the model to the rows of all ranks.
+
+        Parameters
+        ----------
+        X
+            This rank's rows: an array ``[rows, features]``, a sparse matrix, or `Rows`. Or the
+            path of an SVMlight file, of which each rank reads its own part.
+        y
+            ``[rows]`` labels, numbers or strings, for regression numbers; None where ``X`` brings
+            them.
+        sample_weight
+            ``[rows]``, finite and not negative; or one number for all.
+        group
+            The ranks that fit the model together, as for `sparcel.all_reduce`; all of them call.
+            Without it, these are the ranks that this process was launched with.
+        """
+        return self._fit(X, y, sample_weight, group, once=False)
+
+    def _fit(
+        self,
+        X: Any,
+        y: Any,
+        sample_weight: Any,
+        group: Group,
+        once: bool,
+        classes: Sequence[Any] | None = None,
+    ) -> Self:
+        """Fit a new model, or pass ``once`` over more rows; all ranks call."""
+        comm, fresh = ranks_of(group), not (once and hasattr(self, "coef_"))
+        X = opened(X, comm, None if fresh else self.n_features_in_)
+
+        def own() -> tuple[Settings, Examples]:
+            matrix, found = self._validated(*as_matrix(X, y), fresh, comm is not None)
+            weights = sample_weights(sample_weight, len(found), matrix.dtype)
+            found = self._checked_labels(found, matrix.dtype)
+            chosen = {one.name: getattr(self, one.name) for one in fields(Parameters)}
+            settings = Settings(loss=self._loss(), **chosen)
+            return settings, Examples(as_rows(matrix), found, weights)
+
+        settings, given = run_or_fail_everywhere(comm, own)
+        examples = self._examples(given, classes, fresh, comm)
+        epochs: list[Epoch] = []
+        trainer: Trainer
+        if once:
+            trainer = prepare(examples, settings, comm, self._begin(settings, examples))
+            trainer.epochs = getattr(self, "n_iter_", 0)
+            epochs.append(trainer.epoch())
+        else:
+            trainer = make_trainer(examples, settings, comm)
+            trainer.train(epochs.append)
+            trainer.forget_rows()
+            if trainer.still_falls:
+                warnings.warn(
+                    f"the loss was still falling by more than tol={settings.tol} after"
+                    f" {settings.epochs} epochs: allow more, or choose eta0 to the scale of the"
+                    " data, as regression needs, or solver='scd'",
+                    ConvergenceWarning,
+                    stacklevel=3,
+                )
+        self._keep(*trainer.fitted())
+        self.epochs_, self.n_iter_ = epochs, trainer.epochs
+        return self
+
+    def _validated(self, X: Any, y: Any, fresh: bool, may_be_empty: bool) -> tuple[Any, Array]:
+        """Return rows and labels as arrays, or raise what is wrong with them on this rank."""
+        kept: WholeModel | None = None if fresh else getattr(self, "_whole", None)
+        checked: tuple[Any, Array] = validate_data(
+            *(self, X, y),
+            accept_sparse="csr",
+            dtype=_FLOATS if kept is None else kept.weights.dtype,
+            ensure_min_samples=0 if may_be_empty else 1,
+            reset=fresh,
+            y_numeric=isinstance(self, RegressorMixin),
+        )
+        return checked
+
+    def _begin(self, settings: Settings, examples: Examples) -> Weights:
+        """Return the model that a pass begins with: where the last one, or `fit`, ended."""
+        width, rows = examples.width, examples.rows
+        empty = settings.weights(width, rows.values.dtype)
+        kept: WholeModel | None = getattr(self, "_whole", None)
+        if kept is not None and kept.is_like(empty, rows.dimensions):
+            return kept.expanded()
+        weights = empty.sized(rows.dimensions)
+        if hasattr(self, "n_iter_"):
+            self.densify()
+            weights.load(np.reshape(self.coef_, (width, -1)).T, np.ravel(self.intercept_))
+        return weights
+
+    def _keep(self, fitted: Coordinates, whole: WholeModel | None) -> None:
+        """Take over a model that is trained, and what a pass over more rows goes on from."""
+        fitted.check()
+        self._whole = whole
+        coefficients = fitted.sparse() if fitted.dimensions > MOST_HELD else fitted.dense().T
+        self.coef_, self.intercept_ = coefficients, fitted.intercepts.astype(coefficients.dtype)
+        if isinstance(self, RegressorMixin):
+            self.coef_, self.intercept_ = self.coef_[0], float(self.intercept_[0])
+
+    def _scores(self, X: Any) -> Array:
+        check_is_fitted(self, "coef_")
+        X, _ = as_matrix(opened(X, None, self.n_features_in_))
+        X = validate_data(self, X, accept_sparse="csr", dtype=_FLOATS, reset=False)
+        scores: Array = product(X, self.coef_) + self.intercept_
+        return scores
+
+    def sparsify(self) -> Self:
+        """Make ``coef_`` a sparse matrix, which is smaller where most coordinates are zero."""
+        check_is_fitted(self, "coef_")
+        self.coef_ = sp.csr_matrix(self.coef_)
+        return self
+
+    def densify(self) -> Self:
+        """Make ``coef_`` an array again."""
+        check_is_fitted(self, "coef_")
+        if sp.issparse(self.coef_):
+            if self.coef_.shape[1] > MOST_HELD:
+                raise InputError(
+                    f"coef_ has {self.coef_.shape[1]} columns, and an array takes up to"
+                    f" {MOST_HELD}: leave it sparse"
+                )
+            dense = self.coef_.toarray()
+            self.coef_ = dense[0] if isinstance(self, RegressorMixin) else dense
+        return self
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class _Classifier(ClassifierMixin, _Linear):  # type: ignore[misc]
     """A linear classifier; with more than two classes, each is told from all others.
 
     Parameters
@@ -51,27 +240,6 @@ class _Classifier(ClassifierMixin, LinearBase):  # type: ignore[misc]
     """
 
     class_weight: Mapping[Any, float] | str | None = None
-
-    def _loss(self) -> str:
-        raise NotImplementedError
-
-    def fit(self, X: Any, y: Any = None, sample_weight: Any = None, group: Group = None) -> Self:
-        """Fit the model to the rows of all ranks.
-
-        Parameters
-        ----------
-        X
-            This rank's rows: an array ``[rows, features]``, a sparse matrix, or `Rows`. Or the
-            path of an SVMlight file, of which each rank reads its own part.
-        y
-            ``[rows]`` labels, numbers or strings; None where ``X`` brings them.
-        sample_weight
-            ``[rows]``, finite and not negative; or one number for all.
-        group
-            The ranks that fit the model together, as for `sparcel.all_reduce`; all of them call.
-            Without it, these are the ranks that this process was launched with.
-        """
-        return self._fit(X, y, sample_weight, group, once=False)
 
     @available_if(takes_steps)  # type: ignore[untyped-decorator]
     def partial_fit(
@@ -92,30 +260,28 @@ class _Classifier(ClassifierMixin, LinearBase):  # type: ignore[misc]
         """
         return self._fit(X, y, sample_weight, group, once=True, classes=classes)
 
-    def _fit(
-        self,
-        X: Any,
-        y: Any,
-        sample_weight: Any,
-        group: Group,
-        once: bool,
-        classes: Sequence[Any] | None = None,
-    ) -> Self:
-        fresh = not (once and hasattr(self, "coef_"))
-        comm = ranks_of(group)
-        X, y = self._checked(X, y, comm, fresh)
-        run_or_fail_everywhere(comm, lambda: check_classification_targets(y))
+    def _checked_labels(self, y: Array, dtype: Any) -> Array:
+        check_classification_targets(y)
+        return y
+
+    def _examples(
+        self, given: Examples, classes: Sequence[Any] | None, fresh: bool, comm: Communicator | None
+    ) -> Examples:
+        y, dtype = given.targets, given.rows.values.dtype
         if fresh:
             self.classes_ = Classes.of(y if classes is None else np.asarray(classes), comm).labels
-        elif classes is not None:
-            run_or_fail_everywhere(comm, lambda: _check_same(classes, self.classes_))
-        classes_known = Classes(self.classes_)
-        numbers = run_or_fail_everywhere(comm, lambda: classes_known.numbers(y))
-        given = run_or_fail_everywhere(comm, lambda: sample_weights(sample_weight, len(y), X.dtype))
-        row_weights = classes_known.row_weights(numbers, self.class_weight, given, X.dtype, comm)
-        targets = classes_known.targets(numbers, X.dtype)
-        self._train(X, targets, row_weights, classes_known.width, self._loss(), comm, once)
-        return self
+            classes = None
+        found = Classes(self.classes_)
+
+        def own() -> Array:
+            if classes is not None:
+                _check_same(classes, self.classes_)
+            return found.numbers(y)
+
+        numbers = run_or_fail_everywhere(comm, own)
+        weights = found.row_weights(numbers, self.class_weight, given.weights, dtype, comm)
+        targets = found.targets(numbers, dtype)
+        return replace(given, targets=targets, weights=weights, width=found.width)
 
     def decision_function(self, X: Any) -> Array:
         """Return the margins, ``[rows]`` for two classes, otherwise ``[rows, classes]``."""
@@ -176,15 +342,11 @@ class SparseLinearSVC(_Classifier):
 
 @_documented
 @dataclass(kw_only=True, eq=False, repr=False)
-class SparseLinearRegression(RegressorMixin, LinearBase):  # type: ignore[misc]
+class SparseLinearRegression(RegressorMixin, _Linear):  # type: ignore[misc]
     """Least squares on sparse rows, by SGD or SCD: ridge regression, Lasso or elastic net."""
 
-    def fit(self, X: Any, y: Any = None, sample_weight: Any = None, group: Group = None) -> Self:
-        """Fit the model to the rows of all ranks; ``y`` holds numbers, ``[rows]``.
-
-        Otherwise as `SparseLogisticRegression.fit`.
-        """
-        return self._fit(X, y, sample_weight, group, once=False)
+    def _loss(self) -> str:
+        return "squared"
 
     @available_if(takes_steps)  # type: ignore[untyped-decorator]
     def partial_fit(
@@ -193,17 +355,8 @@ class SparseLinearRegression(RegressorMixin, LinearBase):  # type: ignore[misc]
         """Pass once over more rows, from where the model is; otherwise as `fit`."""
         return self._fit(X, y, sample_weight, group, once=True)
 
-    def _fit(self, X: Any, y: Any, sample_weight: Any, group: Group, once: bool) -> Self:
-        fresh = not (once and hasattr(self, "coef_"))
-        comm = ranks_of(group)
-        X, y = self._checked(X, y, comm, fresh, y_numeric=True)
-        row_weights = run_or_fail_everywhere(
-            comm, lambda: sample_weights(sample_weight, len(y), X.dtype)
-        )
-        targets = run_or_fail_everywhere(comm, lambda: finite_numbers(y, X.dtype))
-        self._train(X, targets, row_weights, 1, "squared", comm, once)
-        self.coef_, self.intercept_ = self.coef_[0], float(self.intercept_[0])
-        return self
+    def _checked_labels(self, y: Array, dtype: Any) -> Array:
+        return finite_numbers(y, dtype)
 
     def predict(self, X: Any) -> Array:
         """Return the value of each row, ``[rows]``."""

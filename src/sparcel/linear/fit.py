@@ -6,7 +6,6 @@ import json
 import time
 import zlib
 from dataclasses import asdict, dataclass
-from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +16,13 @@ from sparcel.comm import Communicator, world
 from sparcel.errors import InputError
 from sparcel.linear import checkpoint
 from sparcel.linear.classes import Classes, finite_numbers
-from sparcel.linear.epoch import Epoch
 from sparcel.linear.fit_report import Log, draw, summarise
 from sparcel.linear.model import LinearModel
 from sparcel.linear.ranks import gathered, run_or_fail_everywhere
 from sparcel.linear.reading import read, read_weights
 from sparcel.linear.settings import Settings
-from sparcel.linear.trainer import Trainer
-from sparcel.linear.training import make_trainer, train
+from sparcel.linear.trainer import Epoch, Examples, Trainer
+from sparcel.linear.training import make_trainer
 from sparcel.rows import Rows, Source, describe
 from sparcel.rows.rows import Array
 
@@ -43,25 +41,6 @@ class Task:
     resume: bool = False
     plot: Path | None = None
 
-    def about(
-        self,
-        rows: Rows,
-        targets: Array,
-        weights: Array | None,
-        classes: Classes | None,
-        comm: Communicator | None,
-    ) -> str:
-        """Describe what a checkpoint must have been made by, to go on from; all ranks call."""
-        if self.checkpoint is None:
-            return ""
-        own = [rows.offsets, rows.columns, rows.values, targets]
-        own += [] if weights is None else [weights]
-        sums = [zlib.crc32(np.ascontiguousarray(array).data) for array in own]
-        counts = gathered(comm, [len(rows), rows.nnz, rows.dimensions, sums], "checksums")
-        labels = None if classes is None else classes.labels.tolist()
-        settings = {**asdict(self.settings), "epochs": None}
-        return json.dumps([describe(self.source), settings, counts, labels])
-
 
 def run(task: Task, console: Console) -> None:
     """Fit a model and save it; all ranks that were launched call."""
@@ -69,7 +48,7 @@ def run(task: Task, console: Console) -> None:
     speaks = comm is None or comm.rank == 0
     console.quiet = not speaks
     start = time.perf_counter()
-    trainer, shape, classes, about = _prepared(task, comm, console)
+    trainer, values, labels, about = _prepared(task, comm, console)
     console.print(f"Rows read and arranged in {time.perf_counter() - start:.1f} s")
     _resume(task, about, trainer, comm, console)
     if trainer.epochs >= task.settings.epochs:
@@ -79,45 +58,57 @@ def run(task: Task, console: Console) -> None:
     fitted, _ = trainer.fitted(everywhere=False)
     run_or_fail_everywhere(comm, lambda: fitted.check() if speaks else None)
     if speaks:
-        labels = None if classes is None else classes.labels
         source = {"source": describe(task.source)}
         LinearModel(fitted, task.settings.loss, labels, source).save(task.out)
         if task.plot is not None:
             draw(log, task.plot)
     console.print(f"Model: {task.out}", soft_wrap=True)
     if comm is not None and log.epochs:
-        told = summarise(log, trainer.steps, task.settings.solver, prod(shape), comm)
+        told = summarise(log, trainer.steps, task.settings.solver, values, comm)
         console.print(told, soft_wrap=True)
 
 
 def _prepared(
     task: Task, comm: Communicator | None, console: Console
-) -> tuple[Trainer, tuple[int, int], Classes | None, str]:
+) -> tuple[Trainer, int, Array | None, str]:
     """Read and arrange the rows; what was read goes, once it is arranged.
 
-    The model's shape is ``[dimensions, width]``.
+    Returns what trains, the number of the model's coordinates, the labels of classes, and what a
+    checkpoint must have been made by.
     """
+    examples, classes = _examples(task, comm)
+    console.print(_described(examples.rows, classes, comm), soft_wrap=True)
+    trainer = make_trainer(examples, task.settings, comm)
+    about = "" if task.checkpoint is None else _about(task, examples, classes, comm)
+    return trainer, examples.rows.dimensions * examples.width, classes, about
+
+
+def _examples(task: Task, comm: Communicator | None) -> tuple[Examples, Array | None]:
+    """Read this rank's rows; return the labels of classes too, or None for regression."""
     rows = read(task.source, task.data, comm, task.cache)
-    classes, targets = _targets(task, rows, comm)
-    console.print(_described(rows, classes, comm), soft_wrap=True)
-    width = 1 if classes is None else classes.width
-    weights = None
+    labels, dtype, weights = rows.labels, rows.values.dtype, None
+    assert labels is not None, "sources of trainings have labels"
     if task.weights is not None:
         weights = read_weights(task.weights, rows, task.data, task.cache, comm)
-    trainer = make_trainer(rows, targets, weights, width, task.settings, comm)
-    about = task.about(rows, targets, weights, classes, comm)
-    return trainer, (rows.dimensions, width), classes, about
-
-
-def _targets(task: Task, rows: Rows, comm: Communicator | None) -> tuple[Classes | None, Array]:
-    """Return the classes, or None for regression, and what to fit each row to."""
-    labels, dtype = rows.labels, rows.values.dtype
-    assert labels is not None, "sources of trainings have labels"
     if task.settings.loss == "squared":
-        return None, run_or_fail_everywhere(comm, lambda: finite_numbers(labels, dtype))
+        numbers = run_or_fail_everywhere(comm, lambda: finite_numbers(labels, dtype))
+        return Examples(rows, numbers, weights), None
     run_or_fail_everywhere(comm, lambda: _check_classes(labels))
     classes = Classes.of(labels, comm)
-    return classes, classes.targets(classes.numbers(labels), dtype)
+    targets = classes.targets(classes.numbers(labels), dtype)
+    return Examples(rows, targets, weights, classes.width), classes.labels
+
+
+def _about(task: Task, examples: Examples, classes: Array | None, comm: Communicator | None) -> str:
+    """Describe what a checkpoint must have been made by, to go on from; all ranks call."""
+    rows = examples.rows
+    own = [rows.offsets, rows.columns, rows.values, examples.targets]
+    own += [] if examples.weights is None else [examples.weights]
+    sums = [zlib.crc32(np.ascontiguousarray(array).data) for array in own]
+    counts = gathered(comm, [len(rows), rows.nnz, rows.dimensions, sums], "checksums")
+    settings = {**asdict(task.settings), "epochs": None}
+    labels = None if classes is None else classes.tolist()
+    return json.dumps([describe(task.source), settings, counts, labels])
 
 
 def _check_classes(labels: Array) -> None:
@@ -128,10 +119,10 @@ def _check_classes(labels: Array) -> None:
         )
 
 
-def _described(rows: Rows, classes: Classes | None, comm: Communicator | None) -> str:
+def _described(rows: Rows, classes: Array | None, comm: Communicator | None) -> str:
     counts = gathered(comm, [len(rows), rows.nnz], "counts")
     total, entries = (sum(column) for column in zip(*counts, strict=True))
-    kinds = "" if classes is None else f", {len(classes.labels)} classes"
+    kinds = "" if classes is None else f", {len(classes)} classes"
     ranks = "one process" if comm is None else f"{comm.size} processes over {comm.carrier}"
     return (
         f"Data: {total:,} rows, {rows.dimensions:,} dimensions, {entries / max(total, 1):.1f}"
@@ -188,5 +179,5 @@ def _trained(task: Task, about: str, trainer: Trainer, console: Console, speaks:
                 if speaks:
                     checkpoint.write(task.checkpoint, "checkpoint", {"training": about}, state)
 
-        train(trainer, task.settings, after_epoch, after_step)
+        trainer.train(after_epoch, after_step)
     return log

@@ -12,7 +12,7 @@ import torch
 
 from sparcel.comm import Communicator, ring_bytes
 from sparcel.errors import optional
-from sparcel.linear.epoch import Epoch
+from sparcel.linear.trainer import Epoch
 
 _MOST_TIMED = 1 << 20
 """The most values of the dense exchange that is timed for comparison; more take proportionally."""

@@ -10,9 +10,9 @@ import numpy as np
 from sparcel._checks import number
 from sparcel.comm import Communicator
 from sparcel.errors import optional
-from sparcel.linear.matrices import matrix_of
+from sparcel.linear.coordinates import MOST_HELD
+from sparcel.linear.model import matrix_of
 from sparcel.linear.reading import read
-from sparcel.linear.sgd.weights import MOST_HELD
 from sparcel.rows import Rows, SvmLight, check
 from sparcel.rows.rows import Array
 

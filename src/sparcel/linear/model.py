@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from sparcel.errors import InputError
+from sparcel.errors import InputError, optional
 from sparcel.linear import checkpoint
-from sparcel.linear.classes import labels, probabilities
-from sparcel.linear.coordinates import Coordinates, spread
-from sparcel.linear.matrices import matrix_of
-from sparcel.linear.sgd.weights import MOST_HELD
+from sparcel.linear.classes import Classes, labels, probabilities
+from sparcel.linear.coordinates import MOST_HELD, Coordinates, spread
 from sparcel.rows import Rows, check
 from sparcel.rows.rows import Array
 
@@ -74,6 +72,48 @@ class LinearModel:
         if self.loss != "logistic":
             raise InputError(f"a model of the {self.loss} loss has no probabilities")
 
+    def evaluate(self, blocks: Iterable[Rows]) -> dict[str, float]:
+        """Return the measures of labelled rows that the loss allows, by name.
+
+        These are the number of rows, and of a classifier the accuracy, the log loss of the logistic
+        loss, and with two classes the area under the ROC curve; of a regression, the root of the
+        mean squared error and R².
+
+        Raises
+        ------
+        InputError
+            When there are no rows or no labels, or a label is none of the model's classes.
+        """
+        with optional("sparcel linear", "linear"):
+            from sklearn import metrics
+        margins, truths = [], []
+        for rows in blocks:
+            if rows.labels is None:
+                raise InputError("these rows have no labels to compare with")
+            margins.append(self.margins(rows))
+            truths.append(rows.labels)
+        if not margins:
+            raise InputError("there are no rows to evaluate")
+        found, truth = np.concatenate(margins), np.concatenate(truths)
+        result = {"rows": float(len(truth))}
+        if self.classes is None:
+            error = found[:, 0] - truth.astype(np.float64)
+            result["rmse"] = float(np.sqrt((error**2).mean()))
+            result["r2"] = float(metrics.r2_score(truth.astype(np.float64), found[:, 0]))
+            return result
+        if truth.dtype.kind == "U" and self.classes.dtype.kind != "U":
+            truth = _numbers(truth, self.classes.dtype)
+        numbers = Classes(self.classes).numbers(truth)
+        result["accuracy"] = float((self.predict(found) == truth).mean())
+        if self.loss == "logistic":
+            shares = self.probabilities(found)
+            result["log_loss"] = float(
+                -np.log(np.maximum(shares[np.arange(len(truth)), numbers], 1e-300)).mean()
+            )
+        if len(self.classes) == 2 and len(np.unique(numbers)) == 2:
+            result["roc_auc"] = float(metrics.roc_auc_score(numbers, found[:, 0]))
+        return result
+
     def save(self, path: Path) -> None:
         """Write an ``.npz`` file, without the coordinates that are zero if that is shorter."""
         model = self.coordinates
@@ -113,3 +153,26 @@ class LinearModel:
         classes = None if about["classes"] is None else np.array(about["classes"])
         coordinates = Coordinates(columns, values, arrays["intercepts"], dimensions)
         return cls(coordinates, about["loss"], classes, about["about"])
+
+
+def matrix_of(rows: Rows) -> Any:
+    """Return rows as a CSR matrix that shares their memory where its types allow that.
+
+    scipy's constructor copies arrays that are small parts of others, as those of a shard are.
+    """
+    with optional("sparcel.linear", "linear"):
+        import scipy.sparse as sp
+    matrix = sp.csr_matrix((len(rows), rows.dimensions), dtype=rows.values.dtype)
+    index = np.int32 if max(rows.nnz, rows.dimensions) <= np.iinfo(np.int32).max else np.int64
+    matrix.indptr = rows.offsets.astype(index, copy=False)
+    matrix.indices = rows.columns.astype(index, copy=False)
+    matrix.data = rows.values
+    return matrix
+
+
+def _numbers(labels: Array, dtype: np.dtype[Any]) -> Array:
+    """Return labels that are written as texts, as those of TSV files are, as numbers."""
+    try:
+        return labels.astype(dtype)
+    except (ValueError, OverflowError) as error:
+        raise InputError(f"the model's labels are numbers, and these are not: {error}") from None

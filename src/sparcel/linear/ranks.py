@@ -14,6 +14,8 @@ import torch
 from sparcel import api
 from sparcel.comm import Call, Communicator, Group, resolve, world
 from sparcel.errors import InputError
+from sparcel.linear.settings import Settings
+from sparcel.linear.trainer import Examples
 from sparcel.rows.rows import Array
 from sparcel.stream import SparseStream
 
@@ -47,13 +49,10 @@ def gathered(comm: Communicator | None, value: Any, what: str) -> list[Any]:
         return [value]
     message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
-    def exchange() -> list[torch.Tensor]:
-        longest = max(comm.gather_numbers(message.numel()))
-        sends = {rank: message for rank in range(comm.size) if rank != comm.rank}
-        received = comm.exchange(sends, dict.fromkeys(sends, longest))
-        return [received.get(rank, message) for rank in range(comm.size)]
+    def gather() -> list[torch.Tensor]:
+        return comm.gather(message, max(comm.gather_numbers(message.numel())))
 
-    return [json.loads(bytes(part.numpy())) for part in comm.call(Call.of(what, {}), exchange)]
+    return [json.loads(bytes(part.numpy())) for part in comm.call(Call.of(what, {}), gather)]
 
 
 def broadcast(array: Array | None, comm: Communicator | None) -> Array:
@@ -120,12 +119,8 @@ def _bytes(rows: Array) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(rows).reshape(-1).view(np.uint8))
 
 
-def check_alike(
-    comm: Communicator | None, rows: int, weight: float, dimensions: int, dtype: Any, settings: str
-) -> float:
-    """Return the weight of all ranks' rows, from those of each; all ranks call.
-
-    ``settings`` is a text that tells all settings, which must be the same on all ranks.
+def check_alike(examples: Examples, settings: Settings, comm: Communicator | None) -> float:
+    """Return the weight of all ranks' rows; all ranks call.
 
     Raises
     ------
@@ -133,17 +128,21 @@ def check_alike(
         On all ranks, when no rank has rows, none has columns or weight, the weight of all is more
         than the dtype holds, or they differ in the shape of their rows or in their settings.
     """
-    own = [rows, weight, dimensions, str(dtype), settings]
-    counts, weights, widths, dtypes, told = zip(
+    rows, weights = examples.rows, examples.weights
+    dtype = rows.values.dtype
+    weight = float(len(rows) if weights is None else weights.sum(dtype=np.float64))
+    described = f"{settings.described()}, width={examples.width}"
+    own = [len(rows), weight, rows.dimensions, str(dtype), described]
+    counts, each, widths, dtypes, told = zip(
         *gathered(comm, own, "shape of rows and settings"), strict=True
     )
     if max(counts) == 0:
         raise InputError("there are no rows to fit a model to, on any rank")
     if max(widths) == 0:
         raise InputError("the rows have no columns to fit a model to")
-    if sum(weights) == 0:
+    if sum(each) == 0:
         raise InputError("the weights of all rows are zero; at least one must be positive")
-    if not sum(weights) <= np.finfo(dtype).max:
+    if not sum(each) <= np.finfo(dtype).max:
         raise InputError(f"the weights of rows add up to more than {dtype} holds; scale them down")
     for name, values in (("dimensions", widths), ("the dtype", dtypes)):
         if len(set(values)) > 1:
@@ -152,7 +151,7 @@ def check_alike(
         raise InputError(
             f"ranks must have the same settings, got {' and '.join(sorted(set(told)))}"
         )
-    return float(sum(weights))
+    return float(sum(each))
 
 
 def run_or_fail_everywhere(comm: Communicator | None, own: Callable[[], T]) -> T:

@@ -13,6 +13,7 @@ from sparcel.formats.indices import INDEX_CODES
 from sparcel.linear.parameters import LOSSES, SOLVERS, Parameters
 from sparcel.linear.sgd.batches import MOST_ROWS
 from sparcel.linear.sgd.step_sizes import StepSizes
+from sparcel.linear.sgd.weights import Weights
 from sparcel.schemes.density import checked_density
 
 _BITS = (8, 4)
@@ -50,6 +51,7 @@ class Settings(Parameters):
             )
         known(self.algorithm, (SHARDED, "auto", *ALGORITHMS), "algorithm")
         known(self.format, INDEX_CODES, "format")
+        whole_number(self.random_state, "random_state", at_least=0)
         if self.solver == "scd":
             self._check_descent()
         if self.density is not None:
@@ -59,7 +61,6 @@ class Settings(Parameters):
             if self.bits not in _BITS:
                 raise InputError(f"bits must be 8, 4 or None for all, got {self.bits!r}")
             self._goes_with("bits", SHARDED, "auto", "split_allgather")
-        whole_number(self.random_state, "random_state", at_least=0)
 
     def _check_descent(self) -> None:
         if self.loss == "hinge":
@@ -95,16 +96,9 @@ class Settings(Parameters):
             step = f"{step}, at first {self.step(0.0)}"
         return ", ".join(f"{name}={value}" for name, value in {**vars(self), "step": step}.items())
 
-    def weights(self, dimensions: int, width: int, dtype: Any) -> dict[str, Any]:
-        """Return the arguments of the model's `Weights`."""
+    def weights(self, width: int, dtype: Any) -> Weights:
+        """Return a model to train that has no columns yet; see `Weights.sized`."""
         adaptive = StepSizes(self.step, self.eta0).adaptive
-        return {
-            "dimensions": dimensions,
-            "width": width,
-            "l1": self.l1,
-            "l2": self.l2,
-            "adaptive": adaptive,
-            "average": self.average,
-            "dtype": dtype,
-            "fits_intercept": self.fit_intercept,
-        }
+        return Weights(
+            0, width, self.l1, self.l2, adaptive, self.average, dtype, self.fit_intercept
+        )

@@ -1,23 +1,107 @@
-"""What every solver does."""
+"""What every solver is given, and what it does."""
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
+
+from sparcel.comm import Communicator
+from sparcel.errors import InputError
 from sparcel.linear.coordinates import Coordinates
-from sparcel.linear.epoch import Epoch
+from sparcel.linear.settings import Settings
+from sparcel.rows import Rows
 from sparcel.rows.rows import Array
 
 if TYPE_CHECKING:
-    from sparcel.linear.sgd.whole import WholeModel
+    from sparcel.linear.sgd.weights import WholeModel
+
+T = TypeVar("T")
+
+_PATIENT_EPOCHS, _PATIENT_STEPS = 5, 100
+"""Training ends early when so many epochs, and so many steps, lowered the loss too little."""
 
 
-class Trainer(Protocol):
-    """Trains a model that all ranks share; all of them call each function.
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """A rank's rows, and what a model is fitted to. A rank may have none.
 
     Attributes
     ----------
+    rows
+        In the dtype of the model.
+    targets
+        ``[rows]`` in the same dtype: 1 and -1, numbers of classes, or any numbers.
+    weights
+        ``[rows]`` in the same dtype, or None where every row counts 1.
+    width
+        Number of classes that are told from the rest, 1 for two classes and for regression.
+    """
+
+    rows: Rows
+    targets: Array
+    weights: Array | None = None
+    width: int = 1
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What one pass over the rows, or over the coordinates, was like.
+
+    Attributes
+    ----------
+    number
+        Epochs so far, this one included.
+    loss
+        Mean loss of the rows: with SGD, each before the step that used it (progressive
+        validation), and with several classes the sum over these; with SCD, at the epoch's end.
+    seconds, communication_seconds
+        Wall clock on this rank; the time it waited for the other ranks.
+    volume
+        The larger of the bytes that this rank sent and received.
+    """
+
+    number: int
+    loss: float
+    seconds: float
+    communication_seconds: float
+    volume: int
+
+
+class Stopwatch:
+    """Adds up how long a rank waits for the others."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def timed(self, wait: Callable[[], T]) -> T:
+        """Return what ``wait`` returns, and count how long it took."""
+        start = time.perf_counter()
+        result = wait()
+        self.seconds += time.perf_counter() - start
+        return result
+
+
+class Trainer(ABC):
+    """Trains a model that all ranks share; all of them call each function.
+
+    Parameters
+    ----------
+    settings
+        How to train.
+    comm
+        The ranks; None for one alone.
+    clock
+        Counts what this rank waits for others.
+
+    Attributes
+    ----------
+    clock
+        As given.
     steps
         Steps an epoch.
     epochs
@@ -27,28 +111,99 @@ class Trainer(Protocol):
     """
 
     steps: int
-    epochs: int
-    losses: list[float]
+    _remedy: str
+    """What helps when the loss is not finite."""
+
+    def __init__(self, settings: Settings, comm: Communicator | None, clock: Stopwatch) -> None:
+        self._settings, self._comm, self.clock = settings, comm, clock
+        self.epochs, self.losses = 0, list[float]()
+
+    def train(
+        self,
+        after_epoch: Callable[[Epoch], None] = lambda epoch: None,
+        after_step: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        """Train until the epochs are over, or the loss stops falling by ``tol``."""
+        patience = max(_PATIENT_EPOCHS, -(-_PATIENT_STEPS // self.steps))
+        while self.epochs < self._settings.epochs and not self._stalls(patience):
+            after_epoch(self.epoch(after_step))
 
     @property
+    def still_falls(self) -> bool:
+        """Whether all epochs were used and the loss was still falling by more than ``tol``."""
+        is_over = self.epochs >= self._settings.epochs
+        return self._settings.tol is not None and is_over and not self._stalls(_PATIENT_EPOCHS)
+
+    def _stalls(self, patience: int) -> bool:
+        """Tell whether the last ``patience`` losses are not ``tol`` below the lowest before."""
+        losses, tol = self.losses, self._settings.tol
+        if tol is None or len(losses) <= patience:
+            return False
+        return min(losses[-patience:]) > min(losses[:-patience]) - tol
+
+    def epoch(self, after_step: Callable[[int], None] = lambda step: None) -> Epoch:
+        """Train for one epoch."""
+        start, waited, sent = time.perf_counter(), self.clock.seconds, self._volume
+        finish = _nothing
+        self._begin_epoch()
+        for step in range(self.steps):
+            gradient = self._differentiate(step)
+            finish()
+            finish = self._start(step, gradient)
+            if not self._settings.asynchronous:
+                finish()
+                finish = _nothing
+            after_step(step)
+        finish()
+        loss = self._end_epoch()
+        if not np.isfinite(loss):
+            raise InputError(f"the loss became {loss} in epoch {self.epochs + 1}: {self._remedy}")
+        self.epochs += 1
+        self.losses.append(loss)
+        seconds, waited = time.perf_counter() - start, self.clock.seconds - waited
+        return Epoch(self.epochs, loss, seconds, waited, self._volume - sent)
+
+    @abstractmethod
+    def _begin_epoch(self) -> None:
+        """Decide what each step of an epoch takes, and read the model for the first."""
+
+    @abstractmethod
+    def _differentiate(self, step: int) -> Array:
+        """Return what this rank's rows tell for a step; with ``asynchronous``, a step too early."""
+
+    @abstractmethod
+    def _start(self, step: int, gradient: Array) -> Callable[[], None]:
+        """Begin to sum what the ranks tell; return what waits for the sum and changes the model."""
+
+    @abstractmethod
+    def _end_epoch(self) -> float:
+        """Return the mean loss of the epoch."""
+
+    @property
+    def _volume(self) -> int:
+        return 0 if self._comm is None else self._comm.traffic.volume
+
+    @property
+    @abstractmethod
     def mean_loss(self) -> float:
         """Mean loss as it is known now, alike on all ranks; NaN before the first step."""
 
-    def epoch(self, after_step: Callable[[int], None] = ...) -> Epoch:
-        """Train for one epoch."""
-
+    @abstractmethod
     def fitted(self, everywhere: bool = True) -> tuple[Coordinates, WholeModel | None]:
         """Return the model, and what SGD can go on from; on rank 0 alone unless ``everywhere``."""
 
+    @abstractmethod
     def forget_rows(self) -> None:
         """Give the rows' memory back; the model remains, and no epoch can follow."""
 
+    @abstractmethod
     def state(self) -> dict[str, Array]:
         """Return what `restore` goes on from, bit by bit. What rank 0 gets is complete.
 
         The next step may change it.
         """
 
+    @abstractmethod
     def restore(self, state: Mapping[str, Array]) -> None:
         """Go on from the `state` that rank 0 gives, of a training with the same rows and settings.
 
@@ -62,3 +217,7 @@ class Trainer(Protocol):
         """Return the model's coordinates ``[dimensions, width]`` and the intercepts, as copies."""
         coordinates, _ = self.fitted()
         return coordinates.dense(), coordinates.intercepts
+
+
+def _nothing() -> None:
+    """Finish a step that was not begun."""

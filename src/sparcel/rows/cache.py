@@ -22,7 +22,7 @@ import zlib
 from bisect import bisect_left
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -41,6 +41,41 @@ _PARTS, _PART_BYTES = 3, 4096
 
 class BrokenCacheError(InputError):
     """A file is a cache of rows, and not whole."""
+
+
+class _Cache(NamedTuple):
+    """A cache that is mapped into memory."""
+
+    path: Path
+    header: dict[str, Any]
+    content: mmap.mmap
+
+    def array(self, name: str) -> Array:
+        """Return an array of the cache."""
+        entry = self.header["arrays"][name]
+        return np.frombuffer(self.content, entry["dtype"], entry["length"], entry["place"])
+
+    def rows(self) -> Rows:
+        """Return all rows; labels that are texts by their codes."""
+        arrays = {name: self.array(name) for name in self.header["arrays"]}
+        labels = arrays.get("labels", arrays.get("codes"))
+        entries = arrays["offsets"], arrays["columns"], arrays["values"]
+        return Rows(*entries, self.header["dimensions"], labels)
+
+    def with_texts(self, rows: Rows) -> Rows:
+        """Return rows with the texts of labels for their codes."""
+        if "codes" not in self.header["arrays"]:
+            return rows
+        return replace(rows, labels=np.array(self.header["classes"], np.str_)[rows.labels])
+
+    def check(self, name: str, start: int, stop: int) -> None:
+        """Compare the checksums of an array's bytes around its elements ``[start, stop)``."""
+        array, crc32 = self.array(name), self.header["arrays"][name]["crc32"]
+        data, size = array.view(np.uint8), array.itemsize
+        for block in range(start * size // CHECKED_BYTES, -(-stop * size // CHECKED_BYTES)):
+            part = data[block * CHECKED_BYTES : (block + 1) * CHECKED_BYTES]
+            if zlib.crc32(part.data) != crc32[block]:
+                raise _broken(self.path, f"the checksum of its {name} is wrong")
 
 
 def fingerprint(paths: Paths, **settings: object) -> str:
@@ -83,7 +118,7 @@ def holds(path: str | os.PathLike[str], fingerprint: str) -> bool:
         found = _open(Path(path))
     except BrokenCacheError:
         return False
-    return found is not None and found[0]["fingerprint"] == fingerprint
+    return found is not None and found.header["fingerprint"] == fingerprint
 
 
 def load(
@@ -111,25 +146,23 @@ def load(
     InputError
         When the file is broken: in its length, its header, its offsets or the share that is mapped.
     """
-    found = _open(Path(path))
-    if found is None or fingerprint not in (None, found[0]["fingerprint"]):
+    cache = _open(Path(path))
+    if cache is None or fingerprint not in (None, cache.header["fingerprint"]):
         return None
-    header, content = found
-    rows = _rows(header, content)
-    _check(Path(path), content, header, "offsets", 0, len(rows) + 1)
+    rows = cache.rows()
+    cache.check("offsets", 0, len(rows) + 1)
     start, stop = _run(rows, rank, ranks)
     entries = int(rows.offsets[start]), int(rows.offsets[stop])
-    for name in header["arrays"].keys() - {"offsets"}:
-        places = entries if name in ("columns", "values") else (start, stop)
-        _check(Path(path), content, header, name, *places)
-    return _with_texts(rows if ranks == 1 else rows.slice(start, stop), header)
+    for name in cache.header["arrays"].keys() - {"offsets"}:
+        cache.check(name, *(entries if name in ("columns", "values") else (start, stop)))
+    return cache.with_texts(rows if ranks == 1 else rows.slice(start, stop))
 
 
 def mapped(file: IO[bytes]) -> Rows:
     """Map what a `CacheWriter` of this process wrote to an open file, which may be closed then."""
-    found = _content(Path(str(file.name)), file)
-    assert found is not None, "written by this process"
-    return _with_texts(_rows(*found), found[0])
+    cache = _content(Path(str(file.name)), file)
+    assert cache is not None, "written by this process"
+    return cache.with_texts(cache.rows())
 
 
 def shard(rows: Rows, rank: int, ranks: int) -> Rows:
@@ -153,7 +186,7 @@ def _run(rows: Rows, rank: int, ranks: int) -> tuple[int, int]:
     return first(rank), first(rank + 1)
 
 
-def _open(path: Path) -> tuple[dict[str, Any], mmap.mmap] | None:
+def _open(path: Path) -> _Cache | None:
     """Read the header and map the file, unless there is none for this version and machine."""
     try:
         file = path.open("rb")
@@ -165,7 +198,7 @@ def _open(path: Path) -> tuple[dict[str, Any], mmap.mmap] | None:
         return _content(path, file)
 
 
-def _content(path: Path, file: IO[bytes]) -> tuple[dict[str, Any], mmap.mmap] | None:
+def _content(path: Path, file: IO[bytes]) -> _Cache | None:
     file.seek(0)
     start = file.read(START.size)
     if start[: len(MAGIC)] != MAGIC[: len(start)]:
@@ -184,40 +217,7 @@ def _content(path: Path, file: IO[bytes]) -> tuple[dict[str, Any], mmap.mmap] | 
     header = json.loads(text)
     if header["byteorder"] != sys.byteorder:
         return None
-    return header, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-
-def _rows(header: dict[str, Any], content: mmap.mmap) -> Rows:
-    """Return all rows; labels that are texts by their codes."""
-    arrays = {name: _array(content, entry) for name, entry in header["arrays"].items()}
-    labels = arrays.get("labels", arrays.get("codes"))
-    return Rows(
-        arrays["offsets"], arrays["columns"], arrays["values"], header["dimensions"], labels
-    )
-
-
-def _with_texts(rows: Rows, header: dict[str, Any]) -> Rows:
-    """Return rows with the texts of labels for their codes."""
-    if "codes" not in header["arrays"]:
-        return rows
-    return replace(rows, labels=np.array(header["classes"], np.str_)[rows.labels])
-
-
-def _array(content: mmap.mmap, entry: dict[str, Any]) -> Array:
-    return np.frombuffer(content, np.dtype(entry["dtype"]), entry["length"], entry["place"])
-
-
-def _check(
-    path: Path, content: mmap.mmap, header: dict[str, Any], name: str, start: int, stop: int
-) -> None:
-    """Compare the checksums of an array's bytes around its elements ``[start, stop)``."""
-    entry = header["arrays"][name]
-    array = _array(content, entry)
-    data, size = array.view(np.uint8), array.itemsize
-    for block in range(start * size // CHECKED_BYTES, -(-stop * size // CHECKED_BYTES)):
-        part = data[block * CHECKED_BYTES : (block + 1) * CHECKED_BYTES]
-        if zlib.crc32(part.data) != entry["crc32"][block]:
-            raise _broken(path, f"the checksum of its {name} is wrong")
+    return _Cache(path, header, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def _broken(path: Path, why: str) -> BrokenCacheError:

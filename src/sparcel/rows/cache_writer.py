@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
-from types import TracebackType
 from typing import IO, Any, Self
 
 import numpy as np
@@ -20,7 +19,7 @@ import numpy as np
 from sparcel._files import replacing
 from sparcel.errors import InputError
 from sparcel.rows.cache import ALIGNMENT, CHECKED_BYTES, MAGIC, START, VERSION
-from sparcel.rows.rows import Array, Rows
+from sparcel.rows.rows import Array, Rows, join
 
 
 def save(path: str | os.PathLike[str], rows: Rows, fingerprint: str) -> None:
@@ -94,21 +93,21 @@ class CacheWriter:
             **self._labels(rows.labels),
         }
         if not self._arrays:
-            self._begin(parts)
+            for name, part in parts.items():
+                self._arrays[name] = self._begun(name, part.dtype)
+            self._arrays["offsets"].write(np.zeros(1, np.int64))
         if (found := _dtypes(parts)) != (begun := _dtypes(self._arrays)):
             raise InputError(f"all rows of a cache are alike, but {found} follow {begun}")
         for name, part in parts.items():
             self._arrays[name].write(part)
         self._dimensions = max(self._dimensions, int(rows.dimensions))
 
-    def _begin(self, parts: Mapping[str, Array]) -> None:
-        for name, part in parts.items():
-            # Columns, half of all, are where they belong from the beginning.
-            file: IO[bytes] = self._file
-            if name != "columns":
-                file = self._files.enter_context(TemporaryFile(dir=self._folder))  # noqa: SIM115
-            self._arrays[name] = _Section(file, part.dtype)
-        self._arrays["offsets"].write(np.zeros(1, np.int64))
+    def _begun(self, name: str, dtype: np.dtype[Any]) -> _Section:
+        """Return where to write an array; columns, half of all, are where they belong at once."""
+        if name == "columns":
+            return _Section(self._file, dtype)
+        file = TemporaryFile(dir=self._folder)  # noqa: SIM115
+        return _Section(self._files.enter_context(file), dtype)
 
     def _labels(self, labels: Array | None) -> dict[str, Array]:
         """Return the array that is stored for labels, if there are any, by its name."""
@@ -126,9 +125,19 @@ class CacheWriter:
         """Complete the cache and give it its name."""
         with self._files:
             if not self._arrays:
-                none = np.zeros(0, np.int32)
-                self.append(Rows(np.zeros(1, np.int64), none, none.astype(np.float32), 0))
-            self._finish({name: self._place(array) for name, array in self._arrays.items()})
+                self.append(join([], 0, None))
+            header = {
+                "byteorder": sys.byteorder,
+                "dimensions": self._dimensions,
+                "fingerprint": self._fingerprint,
+                "classes": list(self._classes),
+                "arrays": {name: self._place(array) for name, array in self._arrays.items()},
+            }
+            text, place = json.dumps(header).encode(), self._file.tell()
+            self._file.write(text)
+            self._file.seek(0)
+            self._file.write(START.pack(MAGIC, VERSION, zlib.crc32(text), place, len(text)))
+            self._file.flush()
 
     def _place(self, array: _Section) -> dict[str, object]:
         """Move an array to the end of the cache, and return what the header says about it."""
@@ -138,40 +147,17 @@ class CacheWriter:
             array.file.seek(0)
             shutil.copyfileobj(array.file, self._file, 1 << 20)
         self._file.write(bytes(-self._file.tell() % ALIGNMENT))
-        return {
-            "dtype": array.dtype.str,
-            "length": array.length,
-            "place": place,
-            "crc32": array.crc32,
-        }
-
-    def _finish(self, arrays: dict[str, dict[str, object]]) -> None:
-        header = {
-            "byteorder": sys.byteorder,
-            "dimensions": self._dimensions,
-            "fingerprint": self._fingerprint,
-            "classes": list(self._classes),
-            "arrays": arrays,
-        }
-        text, place = json.dumps(header).encode(), self._file.tell()
-        self._file.write(text)
-        self._file.seek(0)
-        self._file.write(START.pack(MAGIC, VERSION, zlib.crc32(text), place, len(text)))
-        self._file.flush()
+        told = {"dtype": array.dtype.str, "length": array.length}
+        return {**told, "place": place, "crc32": array.crc32}
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         if kind is None:
             self.close()
         else:
-            self._files.__exit__(kind, error, trace)
+            self._files.__exit__(kind, *error)
 
 
 def _dtypes(arrays: Mapping[str, Array | _Section]) -> str:

@@ -44,18 +44,15 @@ def read_tsv(block: bytes, fail: Fail, *, header: str, label: str | None, text: 
     for name in (text, *([] if label is None else [label])):
         if names.count(name) != 1:
             raise InputError(f"expected one column {name!r}, got {str(names)[1:-1]}")
+    text_at, label_at = names.index(text), None if label is None else names.index(label)
     rows = [line.split("\t") for line in _lines(block, fail)]
     for number, row in enumerate(rows):
         if len(row) != len(names):
             raise fail(number, f"expected {len(names)} fields, got {len(row)}")
-        if label is not None and (wrong := _wrong(row[names.index(label)])):
+        if label_at is not None and (wrong := _wrong(row[label_at])):
             raise fail(number, f"the label, column {label!r}, {wrong}")
-    text_at = names.index(text)
-    documents = [row[text_at] for row in rows]
-    if label is None:
-        return documents, None
-    label_at = names.index(label)
-    return documents, [row[label_at] for row in rows]
+    labels = None if label_at is None else [row[label_at] for row in rows]
+    return [row[text_at] for row in rows], labels
 
 
 def read_json_lines(block: bytes, fail: Fail, *, label: str | None, text: str) -> Documents:

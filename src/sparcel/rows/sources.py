@@ -22,10 +22,12 @@ from sparcel.rows.documents import Documents, Fail, read_json_lines, read_lines,
 from sparcel.rows.files import Block, blocks
 from sparcel.rows.pieces import FilePiece, Paths, pieces
 from sparcel.rows.rows import Rows, join
-from sparcel.rows.svmlight import Labels, SvmLight, TextLabelError
+from sparcel.rows.svmlight import Labels, SvmLight, numbers_or_texts
 from sparcel.rows.text import HashedNGrams
 
 LAYOUTS = ("lines", "tsv", "jsonl")
+
+Reader: TypeAlias = Callable[[bytes, Fail], Documents]
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Text:
         InputError
             When a file cannot be read, or a line is not as it should be, with the file and line.
         """
-        return join(self._blocks(pieces(paths, rank, ranks)), self.ngrams.dimensions, None)
+        return join(self.blocks(paths, rank=rank, ranks=ranks), self.ngrams.dimensions, None)
 
     def blocks(
         self, paths: Paths, labels: Labels = "numbers", rank: int = 0, ranks: int = 1
@@ -72,17 +74,13 @@ class Text:
 
         Labels keep their types, whatever ``labels`` is.
         """
-        return self._blocks(pieces(paths, rank, ranks))
-
-    def _blocks(self, own: list[FilePiece]) -> Iterator[Rows]:
-        read = chain.from_iterable(self._readable(piece) for piece in own)
+        read = chain.from_iterable(self._readable(piece) for piece in pieces(paths, rank, ranks))
         found = in_order(self._rows, read, torch.get_num_threads())
         return (rows for rows in found if len(rows))
 
-    def _readable(
-        self, piece: FilePiece
-    ) -> Iterator[tuple[Block, Callable[[bytes, Fail], Documents]]]:
-        reader: Callable[[bytes, Fail], Documents] = read_lines
+    def _readable(self, piece: FilePiece) -> Iterator[tuple[Block, Reader]]:
+        """Yield the blocks of a piece, each with what reads it."""
+        reader: Reader = read_lines
         if self.layout == "jsonl":
             reader = partial(read_json_lines, label=self.label, text=self.text)
         elif self.layout == "tsv":
@@ -92,10 +90,9 @@ class Text:
                 reader(b"", lambda _, what: InputError(what))
             except InputError as error:
                 raise InputError(f"{piece.path}:1: {error}") from None
-        for block in blocks(piece):
-            yield block, reader
+        return ((block, reader) for block in blocks(piece))
 
-    def _rows(self, given: tuple[Block, Callable[[bytes, Fail], Documents]]) -> Rows:
+    def _rows(self, given: tuple[Block, Reader]) -> Rows:
         block, reader = given
         lines, skipped = block.lines, 0
         if self.layout == "tsv" and block.offset == 0:
@@ -105,9 +102,7 @@ class Text:
             return block.error(line + skipped, what)
 
         documents, labels = reader(lines, fail)
-        found = None
-        if labels:
-            found = np.array(labels, np.str_ if isinstance(labels[0], str) else np.int64)
+        found = np.array(labels) if labels else None
         return self.ngrams.rows(documents, found, threads=1)
 
 
@@ -141,9 +136,7 @@ def make_cache(path: str | os.PathLike[str], paths: Paths, source: Source) -> No
     made_of = cache.fingerprint(paths, **describe(source))
     if not cache.holds(path, made_of):
         try:
-            _write(path, made_of, source.blocks(paths, "numbers"))
-        except TextLabelError:
-            _write(path, made_of, source.blocks(paths, "texts"))
+            numbers_or_texts(lambda kind: _write(path, made_of, source.blocks(paths, kind)))
         except OSError as error:
             raise InputError(f"{path} can't be written: {error.strerror}") from error
         _cpu.drop_kept()

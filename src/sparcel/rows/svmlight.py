@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from sparcel.rows.files import Block, blocks
 from sparcel.rows.pieces import Paths, pieces
 from sparcel.rows.rows import MOST_INT32, Array, Rows, join
 
+T = TypeVar("T")
 Labels = Literal["numbers", "texts"]
 
 _NONE: dict[Labels, Array] = {"numbers": np.zeros(0, np.float64), "texts": np.zeros(0, np.str_)}
@@ -32,6 +33,14 @@ _WHOLE = re.compile(r"[+-]?0*(\d+)(\.0*)?", re.ASCII)
 
 class TextLabelError(InputError):
     """A label is no number, not even one that is not finite, or one that float64 cannot hold."""
+
+
+def numbers_or_texts(read: Callable[[Labels], T]) -> T:
+    """Return what ``read`` returns for labels that are numbers, or else for labels of any kind."""
+    try:
+        return read("numbers")
+    except TextLabelError:
+        return read("texts")
 
 
 @dataclass(frozen=True)
@@ -57,8 +66,8 @@ class SvmLight:
         if self.dimensions is not None:
             given = whole_number(self.dimensions, "dimensions", at_least=1, at_most=2**62)
             object.__setattr__(self, "dimensions", given)
-        index_from = whole_number(self.index_from, "index_from", at_least=0, at_most=1)
-        object.__setattr__(self, "index_from", index_from)
+        given = whole_number(self.index_from, "index_from", at_least=0, at_most=1)
+        object.__setattr__(self, "index_from", given)
 
     def read(
         self,
@@ -99,10 +108,7 @@ class SvmLight:
             are refused: without them ranking data would silently become something else.
         """
         if labels is None:
-            try:
-                return self.read(paths, rank, ranks, "numbers", threads)
-            except TextLabelError:
-                return self.read(paths, rank, ranks, "texts", threads)
+            return numbers_or_texts(lambda kind: self.read(paths, rank, ranks, kind, threads))
         blocks = self.blocks(paths, labels, rank, ranks, threads)
         return join(blocks, self.dimensions, _NONE[labels])
 
@@ -122,11 +128,21 @@ class SvmLight:
         if threads is None:
             threads = torch.get_num_threads()
         whole_number(threads, "threads", at_least=1)
-        parse = partial(
-            _parse, dimensions=self.dimensions, index_from=self.index_from, labels=labels
-        )
+        parse = partial(self._parse, labels=labels)
         read = chain.from_iterable(blocks(piece) for piece in pieces(paths, rank, ranks))
         return in_order(parse, read, threads)
+
+    def _parse(self, block: Block, labels: Labels) -> Rows:
+        try:
+            offsets, columns, values, numbers, spans = _cpu.parse_svmlight(
+                block.lines, self.index_from, self.dimensions or MOST_INT32
+            )
+        except _cpu.MalformedLineError as malformed:
+            line, message = malformed.args
+            raise block.error(line, message) from None
+        found = _numbers(block, numbers, spans) if labels == "numbers" else _texts(block, spans)
+        dimensions = self.dimensions or 1 + int(columns.max(initial=-1))
+        return Rows(offsets, columns, values, dimensions, found)
 
 
 def read_svmlight(
@@ -142,18 +158,6 @@ def read_svmlight(
     return SvmLight(dimensions, index_from).read(paths, rank, ranks, labels, threads)
 
 
-def _parse(block: Block, dimensions: int | None, index_from: int, labels: Labels) -> Rows:
-    try:
-        offsets, columns, values, numbers, spans = _cpu.parse_svmlight(
-            block.lines, index_from, dimensions or MOST_INT32
-        )
-    except _cpu.MalformedLineError as malformed:
-        line, message = malformed.args
-        raise block.error(line, message) from None
-    found = _numbers(block, numbers, spans) if labels == "numbers" else _texts(block, spans)
-    return Rows(offsets, columns, values, dimensions or 1 + int(columns.max(initial=-1)), found)
-
-
 def _numbers(block: Block, numbers: Array, spans: Array) -> Array:
     for place in np.flatnonzero(~(np.abs(numbers) < _ALL_WHOLE)).tolist():
         start, stop = spans[place].tolist()
@@ -164,8 +168,7 @@ def _numbers(block: Block, numbers: Array, spans: Array) -> Array:
             if whole is None or int(whole[1]) == int(abs(numbers[place])):
                 continue
             why, is_text = "has more digits than a number of float64", True
-        line = block.lines.count(b"\n", 0, start)
-        error = block.error(line, f"the label {text!r} {why}; labels='texts' takes any")
+        error = _label_error(block, start, f"{text!r} {why}; labels='texts' takes any")
         # NaN and Inf stand for a label that is missing or wrong, and name no class.
         raise TextLabelError(*error.args) if is_text else error
     return numbers
@@ -184,11 +187,14 @@ def _texts(block: Block, spans: Array) -> Array:
     labels = []
     for start, stop in spans.tolist():
         if stop - start > MOST_LABEL:
-            line = block.lines.count(b"\n", 0, start)
-            raise block.error(line, f"the label is longer than {MOST_LABEL} bytes")
+            raise _label_error(block, start, f"is longer than {MOST_LABEL} bytes")
         try:
             labels.append(block.lines[start:stop].decode())
         except UnicodeDecodeError as error:
-            line = block.lines.count(b"\n", 0, start)
-            raise block.error(line, f"the label {error.object!r} is not UTF-8") from None
+            raise _label_error(block, start, f"{error.object!r} is not UTF-8") from None
     return np.array(labels, np.str_)
+
+
+def _label_error(block: Block, start: int, wrong: str) -> InputError:
+    """Make the error of the label that begins at a byte of the block."""
+    return block.error(block.lines.count(b"\n", 0, start), f"the label {wrong}")

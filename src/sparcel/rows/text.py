@@ -66,15 +66,13 @@ class HashedNGrams:
         known(self.analyzer, ("word", "char", "char_wb"), "analyzer")
         if self.norm is not None:
             known(self.norm, ("l1", "l2"), "norm, unless it is None,")
-        plain = {
+        most = MOST_DIMENSIONS
+        plain: dict[str, object] = {
             "ngram_range": _checked_range(self.ngram_range),
-            "dimensions": whole_number(
-                self.dimensions, "dimensions", at_least=2, at_most=MOST_DIMENSIONS
-            ),
-            "lowercase": flag(self.lowercase, "lowercase"),
-            "alternate_sign": flag(self.alternate_sign, "alternate_sign"),
-            "binary": flag(self.binary, "binary"),
+            "dimensions": whole_number(self.dimensions, "dimensions", at_least=2, at_most=most),
         }
+        for name in ("lowercase", "alternate_sign", "binary"):
+            plain[name] = flag(getattr(self, name), name)
         for name, value in plain.items():
             object.__setattr__(self, name, value)
 

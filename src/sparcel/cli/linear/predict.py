@@ -54,11 +54,10 @@ def evaluate(
     text: TextName = "text",
 ) -> None:
     """Compare a model with labelled rows: accuracy, log loss and area under the ROC curve."""
-    from sparcel.linear.evaluation import evaluate
     from sparcel.linear.model import LinearModel
 
     fitted = LinearModel.load(model)
-    for name, value in evaluate(fitted, _blocks(fitted, data, layout, label, text)).items():
+    for name, value in fitted.evaluate(_blocks(fitted, data, layout, label, text)).items():
         typer.echo(f"{name:10} {value:.6g}")
 
 

@@ -9,7 +9,7 @@ import torch
 
 from sparcel import _cpu, api
 from sparcel.comm import Communicator
-from sparcel.rows import Rows
+from sparcel.linear.trainer import Examples
 from sparcel.rows.rows import Array
 from sparcel.stream import SparseStream
 
@@ -39,14 +39,10 @@ class RowsByColumn:
 
 
 def by_coordinates(
-    rows: Rows,
-    targets: Array,
-    weights: Array | None,
-    width: int,
-    fit_intercept: bool,
-    comm: Communicator | None,
+    examples: Examples, fit_intercept: bool, comm: Communicator | None
 ) -> RowsByColumn:
     """Arrange a rank's rows by columns; all ranks call, and learn which columns occur on any."""
+    rows, targets, weights = examples.rows, examples.targets, examples.weights
     ones = len(rows) if fit_intercept else 0
     starts = np.empty(rows.dimensions + 1, np.int64)
     places = np.empty(rows.nnz + ones, np.int32)
@@ -60,7 +56,7 @@ def by_coordinates(
     ends = [rows.nnz, rows.nnz + ones] if fit_intercept else [rows.nnz]
     # No entries lie between the starts of columns that occur.
     offsets = np.concatenate([starts[columns], ends])
-    entries = _cpu.LinearShard(offsets, places, values, targets, weights, width)
+    entries = _cpu.LinearShard(offsets, places, values, targets, weights, examples.width)
     return RowsByColumn(columns, entries, len(offsets) - 1, len(places))
 
 

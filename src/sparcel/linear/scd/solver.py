@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
 import numpy as np
+import torch
 
 from sparcel import _cpu
+from sparcel.collectives.plain_sum import plain_sum
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
 from sparcel.linear.coordinates import Coordinates
-from sparcel.linear.epoch import Epoch
 from sparcel.linear.ranks import broadcast, check_alike, run_or_fail_everywhere
 from sparcel.linear.scd.coordinates import by_coordinates, draws
-from sparcel.linear.scd.sums import summed
 from sparcel.linear.settings import Settings
 from sparcel.linear.threads import threads_for
-from sparcel.linear.trainer import Trainer
+from sparcel.linear.trainer import Examples, Stopwatch, Trainer
 from sparcel.patterns import regions
 from sparcel.rows import Rows, check
 from sparcel.rows.rows import Array
@@ -61,11 +60,8 @@ class Scd(Trainer):
 
     Parameters
     ----------
-    rows, targets, row_weights
-        This rank's, as for `sparcel.linear.sgd.batches.arrange`. A rank may have none. They are
-        copied, by columns.
-    width
-        Number of classes that are told from the rest, 1 for two classes and for regression.
+    examples
+        This rank's. They are copied, by columns.
     settings
         With a loss that has a derivative everywhere. ``block`` coordinates of each rank change in
         a step.
@@ -78,8 +74,6 @@ class Scd(Trainer):
         The columns that occur on any rank, increasing.
     values
         ``[coordinates, width]``: of these columns, then the intercept. Equal on all ranks.
-    waited
-        Seconds that this rank has waited for others.
 
     Raises
     ------
@@ -90,23 +84,17 @@ class Scd(Trainer):
     data optimization" (Mathematical Programming 156, 2016).
     """
 
+    _remedy = "scale the data"
+
     def __init__(
-        self,
-        rows: Rows,
-        targets: Array,
-        row_weights: Array | None,
-        width: int,
-        settings: Settings,
-        comm: Communicator | None = None,
+        self, examples: Examples, settings: Settings, comm: Communicator | None = None
     ) -> None:
-        run_or_fail_everywhere(comm, lambda: _check(rows, targets))
-        own = len(rows) if row_weights is None else row_weights.sum(dtype=np.float64)
-        self._weight = check_alike(
-            *(comm, len(rows), float(own), rows.dimensions, rows.values.dtype),
-            f"{settings.described()}, width={width}",
-        )
-        self._settings, self._comm, self._dimensions = settings, comm, rows.dimensions
-        self._rows = by_coordinates(rows, targets, row_weights, width, settings.fit_intercept, comm)
+        super().__init__(settings, comm, Stopwatch())
+        rows, width = examples.rows, examples.width
+        run_or_fail_everywhere(comm, lambda: _check(rows))
+        self._weight = check_alike(examples, settings, comm)
+        self._dimensions = rows.dimensions
+        self._rows = by_coordinates(examples, settings.fit_intercept, comm)
         self.columns = self._rows.columns
         self.values = np.zeros((self._rows.size, width), rows.values.dtype)
         self._margins = np.zeros((len(rows), width))
@@ -114,33 +102,15 @@ class Scd(Trainer):
         self.slices = np.array(regions(self._rows.size, comm.size if comm else 1))
         longest = int(np.diff(self.slices).max())
         block = min(settings.block, max(longest // _LEAST_STEPS, 1))
-        self.steps, self.epochs, self.waited = max(-(-longest // block), 1), 0, 0.0
-        self.losses: list[float] = []
+        self.steps = max(-(-longest // block), 1)
 
-    def epoch(self, after_step: Callable[[int], None] = lambda step: None) -> Epoch:
-        """Change each coordinate once, the intercept as well. The loss is that at the end."""
-        start, waited, sent = time.perf_counter(), self.waited, self._volume
+    def _begin_epoch(self) -> None:
+        """Draw the steps, which change each coordinate once, the intercept as well."""
         self._read_margins()
-        drawn = draws(self._settings.random_state, self.epochs, self.slices, self.steps)
-        pending: Callable[[], Array] | None = None
-        for step, chosen in enumerate(drawn):
-            sums = self._differentiate(drawn, step)
-            if pending is not None:
-                self._change(drawn[step - 1], pending())
-            pending = self._start(chosen, sums)
-            if not self._settings.asynchronous:
-                self._change(chosen, pending())
-                pending = None
-            after_step(step)
-        if pending is not None:
-            self._change(drawn[-1], pending())
-        loss = self.loss()
-        if not np.isfinite(loss):
-            raise InputError(f"the loss became {loss} in epoch {self.epochs + 1}: scale the data")
-        self.epochs += 1
-        self.losses.append(loss)
-        seconds, waited = time.perf_counter() - start, self.waited - waited
-        return Epoch(self.epochs, self.losses[-1], seconds, waited, self._volume - sent)
+        self._drawn = draws(self._settings.random_state, self.epochs, self.slices, self.steps)
+
+    def _end_epoch(self) -> float:
+        return self.loss()
 
     @property
     def mean_loss(self) -> float:
@@ -153,8 +123,8 @@ class Scd(Trainer):
         own = self._rows.entries.loss(self._settings.loss, self._margins, threads)
         comm = self._comm
         if comm is not None:
-            sums = self._timed(lambda: comm.run(lambda: summed(np.array([own]), comm)))
-            own = float(sums.item())
+            each = torch.tensor(own, dtype=torch.float64)
+            own = self.clock.timed(lambda: comm.run(lambda: plain_sum(each, comm))).item()
         return own / self._weight
 
     def objective(self) -> float:
@@ -193,33 +163,18 @@ class Scd(Trainer):
         self.epochs = len(self.losses)
         self._read_margins()
 
-    @property
-    def _volume(self) -> int:
-        return 0 if self._comm is None else self._comm.traffic.volume
-
-    def _start(self, chosen: Array, sums: Array) -> Callable[[], Array]:
-        """Begin to make new values of the coordinates ``chosen``; return what waits for them.
-
-        ``sums`` are this rank's derivatives and curvatures, ``[chosen, width, 2]``.
-        """
-        comm = self._comm
+    def _start(self, step: int, gradient: Array) -> Callable[[], None]:
+        chosen, comm = self._drawn[step], self._comm
         if comm is None:
-            made = self._step(chosen, sums)
-            return lambda: made
-        exchange = partial(self._exchange, chosen, sums, comm)
-        if self._settings.asynchronous:
-            return partial(self._timed, comm.submit(exchange).wait)
-        return partial(self._timed, partial(comm.run, exchange))
+            return lambda: self._change(chosen, self._step(chosen, gradient))
+        exchange = partial(self._exchange, chosen, gradient, comm)
+        late = self._settings.asynchronous
+        wait = comm.submit(exchange).wait if late else partial(comm.run, exchange)
+        return lambda: self._change(chosen, self.clock.timed(wait))
 
     def _exchange(self, chosen: Array, sums: Array, comm: Communicator) -> Array:
         """Return new values of the coordinates ``chosen``, inside a job of the communicator."""
-        return self._step(chosen, summed(sums, comm))
-
-    def _timed(self, wait: Callable[[], Array]) -> Array:
-        start = time.perf_counter()
-        result = wait()
-        self.waited += time.perf_counter() - start
-        return result
+        return self._step(chosen, plain_sum(torch.from_numpy(sums), comm).numpy())
 
     def _read_margins(self) -> None:
         """Compute the margins anew, so that they depend on the model alone and never drift."""
@@ -227,9 +182,9 @@ class Scd(Trainer):
         nonzero = np.flatnonzero(self.values.any(axis=1))
         self._add_to_margins(nonzero, self.values[nonzero].astype(np.float64))
 
-    def _differentiate(self, drawn: list[Array], step: int) -> Array:
+    def _differentiate(self, step: int) -> Array:
         """Return the derivative and the curvature of this rank's losses, ``[chosen, width, 2]``."""
-        late = self._settings.asynchronous
+        drawn, late = self._drawn, self._settings.asynchronous
         before = drawn[step - 1] if late and step > 0 else _NONE
         after = drawn[step + 1] if late and step + 1 < self.steps else _NONE
         sums = np.empty((len(drawn[step]), self.values.shape[1], 2))
@@ -265,10 +220,8 @@ class Scd(Trainer):
         self._rows.entries.change(columns, changes, self._margins, self._threads(len(columns)))
 
 
-def _check(rows: Rows, targets: Array) -> None:
+def _check(rows: Rows) -> None:
     check(rows)
-    if len(rows) != len(targets):
-        raise InputError(f"{len(rows)} rows need as many targets, got {len(targets)}")
     if rows.dimensions > _MOST_DIMENSIONS:
         raise InputError(
             f"coordinate descent takes up to {_MOST_DIMENSIONS} dimensions, got {rows.dimensions};"

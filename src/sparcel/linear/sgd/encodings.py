@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -73,37 +72,23 @@ class RoundedEncoding:
 
     def length(self, count: int) -> int:
         """Return how many bytes `pack` returns for so many columns."""
-        size, by = count * self._width, self._rounding
-        return self._scales_end(size) + -(-size * by.bits // 8)
+        return sum(self._lengths(count * self._width))
 
     def unpack(self, parts: Array, counts: Sequence[int]) -> Array:
         """Return what was packed, as `ExactEncoding.unpack` does."""
-        ends = np.cumsum([0, *map(self.length, counts)])
-        packed = [parts[first:last] for first, last in pairwise(ends)]
-        return np.concatenate(
-            [
-                rows
-                for part, count in zip(packed, counts, strict=True)
-                for rows in self._one(part, count)
-            ]
-        )
+        found, end = list[Array](), 0
+        for count in counts:
+            start, end = end, end + self.length(count)
+            found += self._one(parts[start:end], count * self._width)
+        return np.concatenate(found).reshape(-1, self._width)
 
-    def _one(self, part: Array, count: int) -> tuple[Array, Array]:
-        """Return the values and the tail of one part."""
-        size, by = count * self._width, self._rounding
-        tail, scales, codes = np.split(part, [self._tail_bytes, self._scales_end(size)])
-        values = kernels.dequantize(
-            # The parts begin anywhere; copies are aligned.
-            torch.from_numpy(codes),
-            torch.from_numpy(scales.copy().view(np.float32)),
-            size,
-            by.bits,
-            by.block,
-        )
-        shape = (-1, self._width)
-        return values.numpy().astype(self._dtype).reshape(shape), tail.copy().view(
-            self._dtype
-        ).reshape(shape)
+    def _one(self, part: Array, size: int) -> tuple[Array, Array]:
+        """Return the ``size`` values and the tail of one part."""
+        split = torch.from_numpy(part).split(self._lengths(size))
+        tail, *coded = (one.clone() for one in split)  # they begin anywhere; copies are aligned
+        values = self._rounding.decode(coded, size, torch.float32)
+        return values.numpy().astype(self._dtype), tail.numpy().view(self._dtype)
 
-    def _scales_end(self, size: int) -> int:
-        return self._tail_bytes + 4 * -(-size // self._rounding.block)
+    def _lengths(self, size: int) -> list[int]:
+        """Return the bytes of the tail, of the scales and of so many values."""
+        return [self._tail_bytes, *self._rounding.part_bytes(size, 4)]

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from sparcel import auto
+from sparcel.collectives.split_allgather import split_allgather
 from sparcel.comm import Call, Communicator
-from sparcel.formats import Format
+from sparcel.formats import FewBits, Format
 from sparcel.kernels import index_dtype
 from sparcel.linear.ranks import broadcast
 from sparcel.linear.sgd.batches import TAIL, Batch
-from sparcel.linear.sgd.weights import Weights
-from sparcel.linear.sgd.whole import WholeModel
+from sparcel.linear.sgd.owed import Owed
+from sparcel.linear.sgd.weights import Weights, WholeModel
+from sparcel.linear.trainer import Stopwatch
 from sparcel.rows.rows import Array
-from sparcel.stream import SparseStream
+from sparcel.stream import SparseStream, concatenate
 from sparcel.wire import Wire
 
 STEP = Call.of("step", {})
@@ -46,6 +47,28 @@ BatchNumbers: TypeAlias = Sequence[int | None]
 """The number of the batch that each rank takes, by rank; None where it has none left."""
 
 
+class Exchange(NamedTuple):
+    """How ranks sum gradients.
+
+    Attributes
+    ----------
+    algorithm, format, max_nnz
+        Of `sparcel.all_reduce`.
+    sent
+        How many columns of its gradient and of what it owes a rank sends a step; None for all of
+        its batch. It owes the rest, and what rounding takes. The tail is sent as it is.
+    rounding
+        What rounds the values that are sent, and their sum, without bias; None for nothing.
+        Without ``count`` what it takes is lost.
+    """
+
+    algorithm: str
+    format: str
+    max_nnz: int
+    sent: int | None = None
+    rounding: FewBits | None = None
+
+
 class Replicated:
     """A whole model on every rank.
 
@@ -59,8 +82,7 @@ class Replicated:
     comm
         The ranks; None for one alone, whose gradient is the sum.
     exchange
-        How gradients are summed: ``algorithm``, ``format`` and ``max_nnz`` of
-        `sparcel.all_reduce`, alike on all ranks.
+        How gradients are summed, alike on all ranks.
     columns
         What the columns of the batches stand for; None for themselves.
     dimensions
@@ -68,8 +90,8 @@ class Replicated:
 
     Attributes
     ----------
-    seconds
-        How long this rank has waited for sums.
+    clock
+        Counts how long this rank has waited for sums.
     """
 
     def __init__(
@@ -77,15 +99,16 @@ class Replicated:
         weights: Weights,
         batches: Sequence[Batch],
         comm: Communicator | None,
-        exchange: Mapping[str, Any],
+        exchange: Exchange,
         columns: Array | None = None,
         dimensions: int = 0,
     ) -> None:
         self.weights, self._batches, self._comm = weights, batches, comm
-        self._exchange, self._columns = dict(exchange), columns
+        self._exchange, self._columns = exchange, columns
         self._dimensions = weights.dimensions if columns is None else dimensions
         self._rank = 0 if comm is None else comm.rank
-        self.seconds = 0.0
+        self._owed = None if exchange.sent is None else Owed(weights, exchange.sent)
+        self.clock = Stopwatch()
 
     def read(self, numbers: BatchNumbers) -> BatchView | None:
         """Return the model as this rank's batch sees it."""
@@ -111,29 +134,27 @@ class Replicated:
             return comm.call(STEP, lambda: self._sum(stream))
 
         wait = comm.submit(run).wait if later else run
-        return lambda: self._finish(self._timed(wait), rate, wanted)
+        return lambda: self._finish(self.clock.timed(wait), rate, wanted)
 
     def whole(self, everywhere: bool = True) -> WholeModel:
         """Return the whole model, which is this one."""
         return WholeModel(self.weights, self._columns, self._dimensions)
 
     def state(self) -> dict[str, Array]:
-        """Return what a later training needs to go on from here; all ranks call."""
-        return self.weights.state()
+        """Return what a later training needs to go on from here, debts included; all ranks call."""
+        if self._owed is None or self._comm is None:
+            return self.weights.state()
+        return {**self.weights.state(), **self._owed.state(self._comm)}
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
-        """Take over what rank 0 gives of `BY_COLUMN`; all ranks call."""
+        """Take over what rank 0 gives of `BY_COLUMN`, and debts; all ranks call."""
         for name, own in self.weights.by_column().items():
             own[...] = broadcast(arrays.get(name), self._comm).reshape(own.shape)
-
-    def _sum(self, stream: SparseStream) -> SparseStream:
-        """Return the sum of all ranks' streams, inside a job of the communicator."""
-        assert self._comm is not None, "one alone has nothing to sum"
-        by = dict(self._exchange)
-        return auto.all_reduce(stream, Wire(self._comm, Format(by.pop("format"))), **by)
+        if self._owed is not None and self._comm is not None:
+            self._owed.restore(arrays, self._comm)
 
     def _stream(self, numbers: BatchNumbers, gradient: Array) -> SparseStream:
-        """Return a gradient with its tail as a stream; one without entries if there is no batch."""
+        """Return what is sent of a gradient, with its tail; nothing if there is no batch."""
         number, weights = numbers[self._rank], self.weights
         size = weights.dimensions + TAIL
         columns = torch.empty(0, dtype=index_dtype(size))
@@ -141,7 +162,27 @@ class Replicated:
             columns = self._batches[number].columns
         shape = (-1,) if weights.width == 1 else (-1, weights.width)
         values = torch.from_numpy(gradient[: len(columns)]).view(shape)
+        if self._owed is not None and number is not None:
+            sent, taken = self._owed.take(columns[:-TAIL], values[:-TAIL])
+            columns, values = torch.cat([sent, columns[-TAIL:]]), torch.cat([taken, values[-TAIL:]])
         return SparseStream.unchecked(columns, values, size)
+
+    def _sum(self, stream: SparseStream) -> SparseStream:
+        """Return the sum of all ranks' streams, inside a job of the communicator."""
+        assert self._comm is not None, "one alone has nothing to sum"
+        algorithm, format, max_nnz, _, rounding = self._exchange
+        if rounding is None:
+            wire = Wire(self._comm, Format(format))
+            return auto.all_reduce(stream, wire, algorithm=algorithm, max_nnz=max_nnz)
+        size = self.weights.dimensions
+        values, tail = stream.split([0, size, size + TAIL])
+        wire = Wire(self._comm, Format(format, rounding), self.weights.steps)
+        rounded = split_allgather(values, wire, max_nnz=max_nnz)
+        if self._owed is not None:
+            for start, lost in wire.take_lost():
+                self._owed.give_back(lost.placed(start, size))
+        tails = auto.all_reduce(tail, Wire(self._comm), algorithm="allgather", max_nnz=TAIL)
+        return concatenate([rounded, tails])
 
     def _finish(self, total: SparseStream, rate: float, wanted: BatchNumbers) -> StepResult:
         values = total.values.numpy().reshape(-1, self.weights.width)
@@ -149,9 +190,3 @@ class Replicated:
         tail = values[-TAIL:].astype(np.float64)
         self.weights.step(columns, values[:-TAIL], tail, rate)
         return StepResult(tail, self.read(wanted))
-
-    def _timed(self, wait: Callable[[], SparseStream]) -> SparseStream:
-        start = time.perf_counter()
-        total = wait()
-        self.seconds += time.perf_counter() - start
-        return total

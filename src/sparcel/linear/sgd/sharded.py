@@ -8,11 +8,10 @@ each column of its batch, however many ranks there are, and holds 1/P of the mod
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,8 +22,8 @@ from sparcel.linear.sgd.batches import TAIL, Batch
 from sparcel.linear.sgd.encodings import ExactEncoding, RoundedEncoding
 from sparcel.linear.sgd.owners import RequestedColumns, owners, tell_owners
 from sparcel.linear.sgd.replicated import STEP, BatchNumbers, BatchView, Pending, StepResult
-from sparcel.linear.sgd.weights import BY_COLUMN, Weights
-from sparcel.linear.sgd.whole import WholeModel
+from sparcel.linear.sgd.weights import BY_COLUMN, Weights, WholeModel
+from sparcel.linear.trainer import Stopwatch
 from sparcel.rows.rows import Array
 
 T = TypeVar("T")
@@ -36,20 +35,38 @@ _READ = Call.of("read", {})
 class Sharded:
     """A rank's part of a model, and the exchange with the owners of the others.
 
-    All ranks make one, with what their `Lossy` would get. What owners answer is never rounded.
+    All ranks make one. What owners answer is never rounded.
+
+    Parameters
+    ----------
+    empty
+        A model without columns, of the settings of this one.
+    dimensions
+        Number of columns of the data.
+    batches
+        This rank's.
+    rounding
+        What rounds the gradients that ranks send; None for nothing.
+
+    Attributes
+    ----------
+    weights
+        This rank's part, by those of its columns that occur.
+    clock
+        Counts how long this rank has waited for exchanges.
     """
 
     def __init__(
         self,
-        settings: Mapping[str, Any],
+        empty: Weights,
+        dimensions: int,
         batches: Sequence[Batch],
         comm: Communicator,
         rounding: FewBits | None = None,
     ) -> None:
-        self._settings, self._comm = dict(settings), comm
-        self.seconds = self._exchanging = 0.0
+        self._dimensions, self._comm = dimensions, comm
+        self.clock, self._exchanges = Stopwatch(), Stopwatch()
         own = [batch.columns[:-TAIL].numpy() for batch in batches]
-        dimensions: int = settings["dimensions"]
         starts = owners(own, dimensions, comm)
         # Where the columns of each owner begin in each batch.
         self._cuts = [np.searchsorted(columns, starts).tolist() for columns in own]
@@ -60,13 +77,11 @@ class Sharded:
         self._requested: list[RequestedColumns] = []
         while requested:  # frees what is numbered
             self._requested.append(requested.pop(0).numbered(self._columns))
-        self.weights = Weights(**{**self._settings, "dimensions": len(self._columns)})
-        width = self.weights.width
-        self._encoding: ExactEncoding | RoundedEncoding = ExactEncoding()
-        if rounding is not None:
-            self._encoding = RoundedEncoding(width, self.weights.dtype, rounding)
+        self.weights = empty.sized(len(self._columns))
+        width, dtype = empty.width, empty.dtype
+        self._encoding = RoundedEncoding(width, dtype, rounding) if rounding else ExactEncoding()
         # Where gradients are added up; zero between steps.
-        self._total = np.zeros((len(self._columns), self.weights.width), self.weights.dtype)
+        self._total = np.zeros((len(self._columns), width), dtype)
         # A push has the batches of one of the last pulls.
         self._whose_columns = lru_cache(maxsize=3)(self._find_whose_columns)
 
@@ -78,7 +93,6 @@ class Sharded:
         self, numbers: BatchNumbers, gradient: Array, rate: float, wanted: BatchNumbers, later: bool
     ) -> Pending:
         """See `Replicated.start`; with ``later``, all of a step is done meanwhile."""
-        comm = self._comm
 
         def run() -> StepResult:
             tail = self._push(numbers, gradient, rate)
@@ -86,32 +100,25 @@ class Sharded:
 
         if not later:
             return lambda: self._counted(STEP, run)
-        job = comm.submit(lambda: comm.call(STEP, run))
-
-        def wait() -> StepResult:
-            start = time.perf_counter()
-            stepped = job.wait()
-            self.seconds += time.perf_counter() - start
-            return stepped
-
-        return wait
+        job = self._comm.submit(lambda: self._comm.call(STEP, run))
+        return lambda: self.clock.timed(job.wait)
 
     def whole(self, everywhere: bool = True) -> WholeModel:
         """Put the whole model together, or, on other ranks than 0, so much of it; all ranks call.
 
         ``everywhere`` tells whether all ranks get the whole, or rank 0 alone.
         """
-        own, dimensions = self.weights, self._settings["dimensions"]
+        own = self.weights
         lengths = gathered(self._comm, len(self._columns), "number of columns")
         if self._comm.rank == 0 or everywhere:
-            own = Weights(**{**self._settings, "dimensions": sum(lengths)})
+            own = own.sized(sum(lengths))
         columns = np.empty(own.dimensions, self._columns.dtype)
         collect(self._columns, columns, lengths, everywhere, self._comm)
         for name, array in self.weights.by_column().items():
             collect(array, own.by_column()[name], lengths, everywhere, self._comm)
         state = self.weights.state()
         own.restore({name: a for name, a in state.items() if name not in BY_COLUMN})
-        return WholeModel(own, columns, dimensions)
+        return WholeModel(own, columns, self._dimensions)
 
     def state(self) -> dict[str, Array]:
         """Return what a later training needs to go on from here; all ranks call."""
@@ -126,9 +133,9 @@ class Sharded:
 
     def _counted(self, call: Call, run: Callable[[], T]) -> T:
         """Run a job at once, and count the time of its exchanges."""
-        before = self._exchanging
+        before = self._exchanges.seconds
         result = self._comm.call(call, run)
-        self.seconds += self._exchanging - before
+        self.clock.seconds += self._exchanges.seconds - before
         return result
 
     def _push(self, numbers: BatchNumbers, gradient: Array, rate: float) -> Array:
@@ -140,7 +147,7 @@ class Sharded:
         tail = gradient[cuts[-1] :][:TAIL]
         if numbers[self._comm.rank] is None:
             tail = np.zeros_like(tail)
-        encoding, place = self._encoding, self._comm.rank * self._settings["dimensions"]
+        encoding, place = self._encoding, self._comm.rank * self._dimensions
         parts = [
             encoding.pack(gradient[first:last], tail, self.weights.steps, place + first)
             for first, last in pairwise(cuts)
@@ -182,7 +189,4 @@ class Sharded:
 
     def _exchange(self, rows: Array, leaving: Sequence[int], arriving: Sequence[int]) -> Array:
         """Do what `exchanged` does, and count its time."""
-        start = time.perf_counter()
-        arrived = exchanged(rows, leaving, arriving, self._comm)
-        self._exchanging += time.perf_counter() - start
-        return arrived
+        return self._exchanges.timed(lambda: exchanged(rows, leaving, arriving, self._comm))

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from sparcel import _cpu
 from sparcel.comm import Communicator
-from sparcel.errors import InputError
 from sparcel.linear.coordinates import Coordinates
-from sparcel.linear.epoch import Epoch
 from sparcel.linear.ranks import gathered
 from sparcel.linear.settings import Settings
 from sparcel.linear.sgd.batches import TAIL, Batch, most_entries
-from sparcel.linear.sgd.replicated import BatchNumbers, BatchView, Pending, Replicated, StepResult
+from sparcel.linear.sgd.replicated import BatchNumbers, Replicated
 from sparcel.linear.sgd.sharded import Sharded
 from sparcel.linear.sgd.step_sizes import StepSizes
-from sparcel.linear.sgd.weights import ONCE
-from sparcel.linear.sgd.whole import WholeModel
+from sparcel.linear.sgd.weights import ONCE, WholeModel
 from sparcel.linear.trainer import Trainer
 from sparcel.rows.rows import Array
 
@@ -48,6 +45,8 @@ class Sgd(Trainer):
         As given.
     """
 
+    _remedy = "lower eta0, or scale the data"
+
     def __init__(
         self,
         model: Replicated | Sharded,
@@ -56,49 +55,49 @@ class Sgd(Trainer):
         settings: Settings,
         comm: Communicator | None = None,
     ) -> None:
-        self.model, self.batches, self._counts, self._comm = model, batches, counts, comm
-        self._settings, self._sizes = settings, StepSizes(settings.step, settings.eta0)
+        super().__init__(settings, comm, model.clock)
+        self.model, self.batches, self._counts = model, batches, counts
+        self._sizes = StepSizes(settings.step, settings.eta0)
         self._rank = 0 if comm is None else comm.rank
-        self.steps, self.epochs = max(counts), 0
-        self.losses: list[float] = []
+        self.steps = max(counts)
         weights = model.weights
         shape = (max(most_entries(batches), TAIL), weights.width)
         # Two, because one is sent while the next gradient is written.
         self._buffers = [np.empty(shape, weights.dtype) for _ in range(2)]
         self._loss_sum = self._weight_sum = 0.0
 
-    def epoch(self, after_step: Callable[[int], None] = lambda step: None) -> Epoch:
-        """Take the steps of one pass over the rows."""
-        start, waited, sent = time.perf_counter(), self.model.seconds, self._volume
+    def _begin_epoch(self) -> None:
         self._loss_sum = self._weight_sum = 0.0
-        numbers = self._numbers()
-        later = self._settings.asynchronous
-        read = [self.model.read(numbers[step]) for step in range(1 + later)]
-        pending: Pending | None = None
-        for step in range(self.steps):
-            gradient = self._gradient(numbers[step], read.pop(0), step)
-            rate = self._sizes.at(self.epochs + step / self.steps)
-            if pending is not None:
-                read.append(self._count(pending()))
-            wanted = numbers[step + 1 + later]
-            pending = self.model.start(numbers[step], gradient, rate, wanted, later)
-            if not later:
-                read.append(self._count(pending()))
-                pending = None
-            after_step(step)
-        if pending is not None:
-            self._count(pending())
-        loss = self.mean_loss
-        if not np.isfinite(loss):
-            raise InputError(
-                f"the loss became {loss} in epoch {self.epochs + 1}: lower eta0, or scale the data"
-            )
-        self._sizes.epoch_ended(loss)
-        self.epochs += 1
-        self.losses.append(loss)
-        seconds = time.perf_counter() - start
-        waited, sent = self.model.seconds - waited, self._volume - sent
-        return Epoch(self.epochs, loss, seconds, waited, sent)
+        self._numbers = self._draw()
+        begin = self._numbers[: 1 + self._settings.asynchronous]
+        self._views = deque(self.model.read(numbers) for numbers in begin)
+
+    def _differentiate(self, step: int) -> Array:
+        """Return the gradient of this rank's batch, with its tail."""
+        view, number = self._views.popleft(), self._numbers[step][self._rank]
+        out = self._buffers[step % 2]
+        if number is not None and view is not None:
+            batch = self.batches[number]
+            out = out[: len(batch.columns)]
+            batch.gradient(*view, self._settings.loss, out)
+        return out
+
+    def _start(self, step: int, gradient: Array) -> Callable[[], None]:
+        rate, later = self._sizes.at(self.epochs + step / self.steps), self._settings.asynchronous
+        numbers, wanted = self._numbers[step], self._numbers[step + 1 + later]
+        wait = self.model.start(numbers, gradient, rate, wanted, later)
+
+        def finish() -> None:
+            tail, view = wait()
+            self._loss_sum += float(tail[2].sum())
+            self._weight_sum += float(tail[1, 0])
+            self._views.append(view)
+
+        return finish
+
+    def _end_epoch(self) -> float:
+        self._sizes.epoch_ended(self.mean_loss)
+        return self.mean_loss
 
     @property
     def mean_loss(self) -> float:
@@ -134,11 +133,7 @@ class Sgd(Trainer):
         epochs, self._sizes.size, self._sizes.last_loss = told["progress"]
         self.epochs, self.losses = int(epochs), told["losses"]
 
-    @property
-    def _volume(self) -> int:
-        return 0 if self._comm is None else self._comm.traffic.volume
-
-    def _numbers(self) -> list[BatchNumbers]:
+    def _draw(self) -> list[BatchNumbers]:
         """Return the batches of all ranks in each step of this epoch, and none for two steps more.
 
         Every rank draws the order of every rank, because owners answer what others need next.
@@ -149,17 +144,3 @@ class Sgd(Trainer):
             [order[step] if step < len(order) else None for order in orders]
             for step in range(self.steps + 2)
         ]
-
-    def _gradient(self, numbers: BatchNumbers, point: BatchView | None, step: int) -> Array:
-        """Return the gradient of this rank's batch, with its tail."""
-        out, number = self._buffers[step % 2], numbers[self._rank]
-        if number is not None and point is not None:
-            batch = self.batches[number]
-            out = out[: len(batch.columns)]
-            batch.gradient(*point, self._settings.loss, out)
-        return out
-
-    def _count(self, stepped: StepResult) -> BatchView | None:
-        self._loss_sum += float(stepped.tail[2].sum())
-        self._weight_sum += float(stepped.tail[1, 0])
-        return stepped.point

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import numpy as np
 from torch import Tensor
 
 from sparcel import _cpu
 from sparcel.errors import InputError
+from sparcel.linear.coordinates import MOST_HELD, Coordinates, spread
 from sparcel.linear.threads import threads_for
 from sparcel.rows.rows import Array
 
@@ -21,9 +22,6 @@ BY_COLUMN = ("rows", "sums")
 
 ONCE = ("counts", "intercept", "intercept_squares", "intercept_sums")
 """What of a state is small, and the same on all ranks."""
-
-MOST_HELD = 2**31 - 1
-"""A model of more dimensions is never held whole, but as the columns that occur."""
 
 _VISIT_NS = 8
 """How long a visit to a coordinate takes, about."""
@@ -153,19 +151,13 @@ class Weights:
         return 1 / weight if weight > 0 else 0.0
 
     def _finish(self, slope: Array, rate: float) -> None:
+        """Step the intercepts, and count what the step's regularisation does to all coordinates."""
         if self.fits_intercept:
-            self._step_intercept(slope, rate)
-        self._regularise(rate)
-
-    def _step_intercept(self, slope: Array, rate: float) -> None:
-        if self.adaptive:
-            self.intercept_squares += slope**2
-            slope = slope / (np.sqrt(self.intercept_squares) + 1e-7)
-        self.intercept -= rate * slope
-        self.intercept_sums += self.intercept
-
-    def _regularise(self, rate: float) -> None:
-        """Count what a step's regularisation does to all coordinates."""
+            if self.adaptive:
+                self.intercept_squares += slope**2
+                slope = slope / (np.sqrt(self.intercept_squares) + 1e-7)
+            self.intercept -= rate * slope
+            self.intercept_sums += self.intercept
         model = self._model
         if self.adaptive:
             model.now += rate
@@ -188,6 +180,10 @@ class Weights:
         self.intercept[:] = intercepts
         if self.adaptive:
             self.rows[:, self.width : 2 * self.width] = np.asarray(coordinates) != 0
+
+    def sized(self, dimensions: int) -> Self:
+        """Return a new model of other dimensions, with the same settings."""
+        return replace(self, dimensions=dimensions)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -246,6 +242,48 @@ class Weights:
         rate = model.now / self.steps  # AdaGrad's steps all have one size
         model.step(None, np.ones_like(sums), 0.0, rate, sums, model.now, 1)
         return rows, sums
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """A whole model in training, by the columns that occur.
+
+    Attributes
+    ----------
+    weights
+        One coordinate for each of the columns.
+    columns
+        ``[count]`` in any order; None for all columns in turn. All other coordinates are zero.
+    dimensions
+        Number of columns of the data.
+    """
+
+    weights: Weights
+    columns: Array | None
+    dimensions: int
+
+    def coordinates(self) -> Coordinates:
+        """Return its coordinates, with all regularisation applied."""
+        columns, (values, intercepts) = self.columns, self.weights.read()
+        if columns is not None and (columns[1:] < columns[:-1]).any():
+            order = np.argsort(columns)
+            columns, values = columns[order], values[order]
+        return Coordinates(columns, values, intercepts, self.dimensions)
+
+    def is_like(self, empty: Weights, dimensions: int) -> bool:
+        """Tell whether it has these dimensions, and ``empty`` its shape, dtype and settings."""
+        own = {**self.weights.settings, "dimensions": self.dimensions}
+        return own == {**empty.settings, "dimensions": dimensions}
+
+    def expanded(self) -> Weights:
+        """Return the same with a coordinate for every column."""
+        if self.columns is None:
+            return self.weights
+        weights, state = self.weights.sized(self.dimensions), self.weights.state()
+        for name in self.weights.by_column():
+            state[name] = spread(state[name], self.columns, self.dimensions)
+        weights.restore(state)
+        return weights
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:
