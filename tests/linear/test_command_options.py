@@ -161,7 +161,7 @@ def test_a_model_with_a_flipped_bit_is_the_same_or_refused(tmp_path):
     coordinates = Coordinates(None, np.arange(3.0)[:, None], np.ones(1), 3)
     LinearModel(coordinates, "logistic", np.array(["a", "b"])).save(path)
     whole = path.read_bytes()
-    for at, bit in random.integers(0, (len(whole), 8), (400, 2)):
+    for at, bit in random.integers(0, (len(whole), 8), (200, 2)):
         broken = bytearray(whole)
         broken[at] ^= 1 << bit
         path.write_bytes(broken)

@@ -3,6 +3,7 @@
 import re
 from copy import deepcopy
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -76,7 +77,8 @@ def test_what_is_sent_and_what_is_owed_are_the_gradient_and_what_was_owed(seed, 
         assert (owed.values.numpy() == due).all()
 
 
-@given(st.integers(1, 5), st.sampled_from(["auto", "ring", "split_allgather"]))
+@given(st.sampled_from([1, 2, 3, 5]), st.sampled_from(["auto", "ring", "split_allgather"]))
+@hypothesis.settings(max_examples=8)
 @pytest.mark.parametrize("classes", [2, 3])
 def test_sending_all_takes_the_steps_of_sending_without_loss(classes, ranks, algorithm):
     def run(comm, density):
@@ -89,7 +91,8 @@ def test_sending_all_takes_the_steps_of_sending_without_loss(classes, ranks, alg
     assert whole == lossless
 
 
-@given(st.integers(1, 6), st.sampled_from([8, 4]), st.sampled_from([None, 0.1, 0.5]))
+@given(st.sampled_from([1, 2, 3, 5]), st.sampled_from([8, 4]), st.sampled_from([None, 0.1, 0.5]))
+@hypothesis.settings(max_examples=10)
 @pytest.mark.parametrize("algorithm", ["sharded", *SUMS])
 def test_a_step_is_within_the_bound_of_rounding(algorithm, ranks, bits, density):
     """What ranks still owe makes the sum exact up to the rounding; the tail is exact."""
@@ -153,6 +156,7 @@ def test_training_lowers_the_loss_and_sends_less(more):
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=3), st.integers(1, 3), st.integers(0, 99))
+@hypothesis.settings(max_examples=10)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_pushed_values_are_rounded_and_tails_are_not(dtype, bits, counts, width, seed):

@@ -53,9 +53,15 @@ def test_a_cache_holds_what_was_written_at_once_or_in_pieces(
         assert sorted(os.listdir(where)) == ["pieces", "whole"]
 
 
-@pytest.mark.parametrize("values", [np.float32, np.float64])
-@pytest.mark.parametrize("columns", [np.int32, np.int64])
-@pytest.mark.parametrize("labels", [None, np.int8, np.float32, np.bool_])
+@pytest.mark.parametrize(
+    ("values", "columns", "labels"),
+    [
+        (np.float32, np.int32, None),
+        (np.float64, np.int32, np.int8),
+        (np.float32, np.int64, np.float32),
+        (np.float64, np.int64, np.bool_),
+    ],
+)
 def test_dtypes_stay(values: type, columns: type, labels: type | None, tmp_path: Path) -> None:
     found = None if labels is None else np.array([1, 0], labels)
     rows = Rows(np.array([0, 1, 1]), np.array([4], columns), np.array([0.1], values), 9, found)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparcel.errors import InputError
@@ -68,6 +68,7 @@ def test_tsv_takes_two_of_its_columns(rows: list[tuple[str, str, str]], end: str
     st.booleans(),
     ends,
 )
+@settings(max_examples=10)
 def test_json_lines_take_two_of_their_fields(
     rows: list[tuple[str | int, str]], escaped: bool, end: str
 ) -> None:

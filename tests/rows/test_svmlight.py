@@ -166,8 +166,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("token", WRONG)
-@pytest.mark.parametrize("suffix", PACKED)
+@pytest.mark.parametrize(
+    ("token", "suffix"), [*((token, "") for token in WRONG), *(("x", suffix) for suffix in PACKED)]
+)
 def test_an_error_names_the_file_and_the_line(token: str, suffix: str, tmp_path: Path) -> None:
     lines = [f"{'# a comment' * (n % 3)}\n1 {n % 7 + 1}:0.5" for n in range(30)]
     bad = 41
