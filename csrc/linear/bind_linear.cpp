@@ -114,39 +114,32 @@ BatchView<Column, Value> view(const Batch& batch) {
             batch.starts, batch.height()};
 }
 
-// Arranges rows in batches. The arrays of a batch begin at the number of entries before it. Returns
-// how many columns occur in each batch.
+// Arranges rows in batches, which end at `bounds`. The arrays of a batch begin at the number of
+// entries before it. Returns how many columns occur in each batch.
 std::vector<size_t> by_columns(const Input& offsets, const Input& columns, const Input& values,
-                               const Input& order, const std::vector<size_t>& bounds,
-                               const InOut& out_columns, const InOut& out_places,
-                               const InOut& out_values, int threads) {
+                               const std::vector<size_t>& bounds, const InOut& out_columns,
+                               const InOut& out_places, const InOut& out_values, int threads) {
     const size_t batches = bounds.empty() ? 0 : bounds.size() - 1;
-    require(batches > 0 && bounds.front() == 0 && bounds.back() == order.size() &&
+    require(batches > 0 && bounds.front() == 0 && bounds.back() + 1 == offsets.size() &&
                 std::is_sorted(bounds.begin(), bounds.end()),
             "bounds must go from 0 to the number of rows");
-    require(offsets.dtype() == dtype_of<int64_t>() && order.dtype() == dtype_of<int64_t>(),
-            "offsets and order must be int64");
+    require(offsets.dtype() == dtype_of<int64_t>(), "offsets must be int64");
     require(columns.size() == values.size() && out_columns.dtype() == columns.dtype() &&
                 out_values.dtype() == values.dtype() && out_places.dtype() == dtype_of<uint16_t>(),
             "the arrays of the batches must be like those of the rows");
-    const int64_t* const starts = data<int64_t>(offsets);
-    const int64_t* const rows = data<int64_t>(order);
-    std::vector<size_t> entries(batches + 1), counts(batches);
-    for (size_t batch = 0; batch < batches; ++batch) {
-        require(bounds[batch + 1] - bounds[batch] <= kMostRows, "a batch has too many rows");
-        entries[batch + 1] = entries[batch];
-        for (size_t i = bounds[batch]; i < bounds[batch + 1]; ++i) {
-            require(rows[i] >= 0 && size_t(rows[i]) + 1 < offsets.size(), "no such row");
-            const int64_t first = starts[rows[i]], last = starts[rows[i] + 1];
-            require(0 <= first && first <= last && size_t(last) <= columns.size(),
-                    "the offsets do not fit the entries");
-            entries[batch + 1] += size_t(last - first);
-        }
-        require(entries[batch + 1] - entries[batch] <= UINT32_MAX, "a batch has too many entries");
-    }
-    require(out_columns.size() >= entries[batches] && out_places.size() >= entries[batches] &&
-                out_values.size() >= entries[batches],
+    require(out_columns.size() >= columns.size() && out_places.size() >= columns.size() &&
+                out_values.size() >= columns.size(),
             "the arrays of the batches are too short");
+    const int64_t* const starts = data<int64_t>(offsets);
+    require(starts[0] == 0 && std::is_sorted(starts, starts + offsets.size()) &&
+                size_t(starts[offsets.size() - 1]) == columns.size(),
+            "the offsets do not fit the entries");
+    for (size_t batch = 0; batch < batches; ++batch) {
+        const size_t first = bounds[batch], last = bounds[batch + 1];
+        require(last - first <= kMostRows, "a batch has too many rows");
+        require(starts[last] - starts[first] <= UINT32_MAX, "a batch has too many entries");
+    }
+    std::vector<size_t> counts(batches);
     with_index(columns.dtype(), [&]<class Column>(Type<Column>) {
         with_type<float, double>(values.dtype(), [&]<class Value>(Type<Value>) {
             nb::gil_scoped_release release;
@@ -156,10 +149,9 @@ std::vector<size_t> by_columns(const Input& offsets, const Input& columns, const
                 ByColumns<Column, Value> sorter;
                 const size_t end = split_point(batches, task + 1, tasks);
                 for (size_t batch = split_point(batches, task, tasks); batch < end; ++batch) {
-                    const size_t at = entries[batch];
+                    const auto at = starts[bounds[batch]];
                     counts[batch] = sorter.arrange(
-                        source, rows + bounds[batch], bounds[batch + 1] - bounds[batch],
-                        entries[batch + 1] - at,
+                        source, bounds[batch], bounds[batch + 1],
                         {data<Column>(out_columns) + at, data<Place>(out_places) + at,
                          data<Value>(out_values) + at});
                 }
@@ -337,8 +329,8 @@ void bind_linear(nb::module_& module) {
         .def("differentiate", differentiate_batch, "coordinates"_a, "loss"_a, "intercept"_a,
              "derivatives"_a, "threads"_a)
         .def("gradient", batch_gradient, "derivatives"_a, "width"_a, "out"_a, "threads"_a);
-    module.def("by_columns", by_columns, "offsets"_a, "columns"_a, "values"_a, "order"_a,
-               "bounds"_a, "out_columns"_a, "out_places"_a, "out_values"_a, "threads"_a);
+    module.def("by_columns", by_columns, "offsets"_a, "columns"_a, "values"_a, "bounds"_a,
+               "out_columns"_a, "out_places"_a, "out_values"_a, "threads"_a);
 }
 
 }  // namespace sparcel

@@ -44,12 +44,12 @@ struct Columns {
 template <class Column, class Value>
 class ByColumns {
   public:
-    // Takes the rows order[0] … order[height - 1], which have `entries` entries, and returns how
-    // many columns occur.
-    size_t arrange(const Csr<Column, Value>& source, const int64_t* order, size_t height,
-                   size_t entries, const Columns<Column, Value>& batch) {
+    // Takes the rows [first, last), and returns how many columns occur.
+    size_t arrange(const Csr<Column, Value>& source, size_t first, size_t last,
+                   const Columns<Column, Value>& batch) {
+        const auto entries = size_t(source.offsets[last] - source.offsets[first]);
         reserve(entries);
-        const uint64_t highest = copy(source, order, height);
+        const uint64_t highest = copy(source, first, last);
         const Entry* sorted = sort(entries, std::bit_width(highest));
         return write(sorted, entries, batch);
     }
@@ -69,15 +69,14 @@ class ByColumns {
         values_ = Buffer<Value>(entries);
     }
 
-    // Copies the rows one after another, and returns the highest column.
-    uint64_t copy(const Csr<Column, Value>& source, const int64_t* order, size_t height) {
+    // Copies the rows [first, last), and returns the highest column.
+    uint64_t copy(const Csr<Column, Value>& source, size_t first, size_t last) {
         uint64_t highest = 0;
         uint32_t position = 0;
-        for (size_t row = 0; row < height; ++row) {
-            const int64_t end = source.offsets[order[row] + 1];
-            for (int64_t at = source.offsets[order[row]]; at < end; ++at, ++position) {
+        for (size_t row = first; row < last; ++row) {
+            for (int64_t at = source.offsets[row]; at < source.offsets[row + 1]; ++at, ++position) {
                 entries_[position] = {source.columns[at], position};
-                rows_[position] = uint16_t(row);
+                rows_[position] = uint16_t(row - first);
                 values_[position] = source.values[at];
                 highest = std::max(highest, uint64_t(source.columns[at]));
             }

@@ -204,7 +204,6 @@ def by_columns(
     offsets: NumpyArray,
     columns: NumpyArray,
     values: NumpyArray,
-    order: NumpyArray,
     bounds: Sequence[int],
     out_columns: NumpyArray,
     out_places: NumpyArray,

@@ -53,8 +53,7 @@ def test_every_algorithm_gives_the_model_and_the_losses_of_dense_sums(algorithm,
 
 
 @pytest.mark.parametrize("step", RULES)
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("algorithm", ["auto", "sharded"])
+@pytest.mark.parametrize(("algorithm", "asynchronous"), [("auto", False), ("sharded", True)])
 def test_ranks_take_the_steps_of_a_dense_model(algorithm, step, asynchronous):
     counts, size = [7, 0, 12], 5
     settings = Settings(

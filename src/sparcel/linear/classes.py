@@ -171,6 +171,6 @@ def probabilities(margins: Array) -> Array:
     if margins.shape[1] == 1:
         logs = np.hstack([-np.logaddexp(0, margins.astype(np.float64)), logs])
         return np.asarray(np.exp(logs))
-    # Also where all are so improbable that none is above zero, they add up to 1.
+    # Less the largest, so that they add up to 1 also where all are too small for a float.
     shares = np.exp(logs - logs.max(axis=1, keepdims=True))
     return np.asarray(shares / shares.sum(axis=1, keepdims=True))

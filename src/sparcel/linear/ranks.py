@@ -104,12 +104,13 @@ def exchanged(
     return arrived.numpy().view(rows.dtype).reshape(-1, *rows.shape[1:])
 
 
-def scattered(rows: Array, ends: Sequence[int], comm: Communicator) -> Array:
-    """Return rank r's ``ends[r]`` to ``ends[r + 1]`` of the rows that rank 0 gives; all ranks call.
+def scattered(rows: Array, counts: Sequence[int], comm: Communicator) -> Array:
+    """Return this rank's part of the rows that rank 0 gives; all ranks call.
 
-    Other ranks give none, of the same dtype and shape.
+    The parts of the ranks follow one another, and have so many rows. Other ranks give none, of the
+    same dtype and shape.
     """
-    counts, none = [last - first for first, last in pairwise(ends)], [0] * comm.size
+    none = [0] * comm.size
     arriving = [counts[comm.rank], *none[1:]]
     leaving = counts if comm.rank == 0 else none
     return comm.call(_SCATTERED, lambda: exchanged(rows, leaving, arriving, comm))
@@ -168,7 +169,7 @@ def run_or_fail_everywhere(comm: Communicator | None, own: Callable[[], T]) -> T
     result, wrong, cause = None, None, None
     try:
         result = own()
-    except Exception as error:  # whatever it is, the others wait
+    except Exception as error:  # of any kind, because the others wait
         wrong, cause = str(error) or repr(error), error
     for found in gathered(comm, wrong, own.__qualname__):
         if found is not None:

@@ -117,7 +117,7 @@ def _parsed(source: Source, paths: Paths, comm: Communicator | None) -> Rows:
     if all(gathered(comm, rows is not None, "whether labels are numbers")):
         assert rows is not None
         return rows
-    # Where one rank's labels are texts, all are, as they would be for one rank alone.
+    # One rank alone would take all labels for texts; so do all ranks.
     return run_or_fail_everywhere(comm, lambda: parse("texts"))
 
 

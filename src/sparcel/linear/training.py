@@ -67,8 +67,8 @@ def prepare(
         return numbering, arrange(*given, size, order, numbering)
 
     numbering, batches = run_or_fail_everywhere(comm, arranged)
-    if weights is None:  # a whole training, which can wait for it
-        _cpu.drop_kept()  # what reading and arranging took, as much as a piece of the rows
+    if weights is None:
+        _cpu.drop_kept()  # buffers of reading and arranging, which a single pass would need again
     check_alike(examples, settings, comm)
     told = gathered(comm, [len(batches), most_entries(batches)], "batches")
     counts, entries = zip(*told, strict=True)

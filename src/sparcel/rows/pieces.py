@@ -52,17 +52,14 @@ def files_of(paths: Paths) -> list[Path]:
         raise InputError("paths must name at least one file, got none")
     for path in files:
         try:
-            _check(path)
+            if path.is_symlink() and not path.exists():
+                raise InputError(f"{path} is a link that leads to no file")
+            if not path.is_file():
+                is_there = path.exists()
+                raise InputError(f"{path} is no file" if is_there else f"there is no file {path}")
         except OSError as error:
             raise InputError(f"{path} can't be read: {error.strerror}") from error
     return files
-
-
-def _check(path: Path) -> None:
-    if path.is_symlink() and not path.exists():
-        raise InputError(f"{path} is a link that leads to no file")
-    if not path.is_file():
-        raise InputError(f"{path} is no file" if path.exists() else f"there is no file {path}")
 
 
 def pieces(paths: Paths, rank: int, ranks: int) -> list[FilePiece]:
@@ -90,27 +87,27 @@ def parts(files: Sequence[tuple[Path, int]], ranks: int) -> list[list[FilePiece]
     list
         The pieces of each rank, in the order of the files.
     """
-    loads = [0] * ranks
-    given: list[list[tuple[int, FilePiece]]] = [[] for _ in range(ranks)]
-    numbered = [(place, path, size) for place, (path, size) in enumerate(files)]
-    for place, path, size in sorted(numbered, key=lambda file: -file[2]):
-        if is_compressed(path):
-            rank = loads.index(min(loads))
-            loads[rank] += size * COMPRESSED_WEIGHT
-            given[rank].append((place, FilePiece(path, 0, size)))
-    plain = [file for file in numbered if not is_compressed(file[1])]
-    wanted = _shares(loads, sum(size for _, _, size in plain))
-    rank = 0
-    for place, path, size in plain:
+    loads, owners = [0] * ranks, dict[int, int]()
+    packed = [place for place, (path, _) in enumerate(files) if is_compressed(path)]
+    for place in sorted(packed, key=lambda place: -files[place][1]):
+        owners[place] = rank = loads.index(min(loads))
+        loads[rank] += files[place][1] * COMPRESSED_WEIGHT
+    plain = sum(size for place, (_, size) in enumerate(files) if place not in owners)
+    wanted, rank = _shares(loads, plain), 0
+    given: list[list[FilePiece]] = [[] for _ in range(ranks)]
+    for place, (path, size) in enumerate(files):
+        if place in owners:
+            given[owners[place]].append(FilePiece(path, 0, size))
+            continue
         start = 0
         while start < size:
             stop = min(size, start + wanted[rank])
             if start < stop:
-                given[rank].append((place, FilePiece(path, start, stop)))
+                given[rank].append(FilePiece(path, start, stop))
             wanted[rank] -= stop - start
             rank += wanted[rank] == 0
             start = stop
-    return [[piece for _, piece in sorted(own, key=lambda one: one[0])] for own in given]
+    return given
 
 
 def _shares(loads: Sequence[int], total: int) -> list[int]:

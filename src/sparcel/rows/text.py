@@ -107,25 +107,23 @@ class HashedNGrams:
         if threads is None:
             threads = torch.get_num_threads()
         threads = whole_number(threads, "threads", at_least=1, at_most=2**31 - 1)
-        checked = None if labels is None else _checked_labels(labels, len(documents))
+        found, count = None if labels is None else np.asarray(labels), len(documents)
+        if found is not None and found.shape != (count,):
+            raise InputError(
+                f"labels must be one per document, got shape {found.shape} for {count} documents"
+            )
         parts = _encoded(documents, self.lowercase)
         text = np.frombuffer(b"".join(parts), np.uint8)
         ends = np.cumsum(np.fromiter(map(len, parts), np.int64, len(parts)))
         ascii_only = text.size == 0 or int(text.max()) < ASCII
+        bounds = np.concatenate([np.zeros(1, np.int64), ends])
+        classes = _classes(ASCII if ascii_only else sys.maxunicode + 1)
+        low, high = self.ngram_range
         offsets, columns, values = _cpu.hash_ngrams(
-            text,
-            np.concatenate([np.zeros(1, np.int64), ends]),
-            _classes(ASCII if ascii_only else sys.maxunicode + 1),
-            self.analyzer,
-            *self.ngram_range,
-            self.lowercase,
-            self.dimensions,
-            self.alternate_sign,
-            self.binary,
-            self.norm,
-            threads,
+            *(text, bounds, classes, self.analyzer, low, high, self.lowercase, self.dimensions),
+            *(self.alternate_sign, self.binary, self.norm, threads),
         )
-        return Rows(offsets, columns, values, self.dimensions, checked)
+        return Rows(offsets, columns, values, self.dimensions, found)
 
 
 def _checked_range(given: object) -> tuple[int, int]:
@@ -134,15 +132,6 @@ def _checked_range(given: object) -> tuple[int, int]:
     low = whole_number(given[0], "the low end of ngram_range", at_least=1, at_most=MOST_UNITS)
     high = whole_number(given[1], "the high end of ngram_range", at_least=low, at_most=MOST_UNITS)
     return low, high
-
-
-def _checked_labels(given: ArrayLike, count: int) -> NDArray[np.generic]:
-    labels = np.asarray(given)
-    if labels.shape != (count,):
-        raise InputError(
-            f"labels must be one per document, got shape {labels.shape} for {count} documents"
-        )
-    return labels
 
 
 def _encoded(documents: Sequence[str], lowercase: bool) -> list[bytes]:

@@ -15,6 +15,7 @@ Data = Annotated[
     list[Path],
     typer.Argument(help="Files: plain, .gz, .bz2, .xz or .zst.", show_default=False),
 ]
+Model = Annotated[Path, typer.Argument(help="What `fit` wrote.", show_default=False)]
 Layout = Annotated[
     str | None,
     typer.Option(

@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from sparcel.cli.linear.files import Data, Label, Layout, TextName, layout_of
-from sparcel.cli.linear.settings import with_parameters
-from sparcel.cli.options import check_apart, check_output, is_typed
+from sparcel.cli.linear.settings import refuse_typed, with_parameters
+from sparcel.cli.options import check_apart, check_output
 from sparcel.errors import InputError
 from sparcel.linear.parameters import LOSSES
 
 if TYPE_CHECKING:
-    from sparcel.rows import HashedNGrams, SvmLight, Text
+    from sparcel.rows import Source
 
 
 @with_parameters
@@ -76,7 +75,7 @@ def fit(
     the first epoch is the loss on rows not seen yet; with scd, at the epoch's end. Several
     processes share the rows; start them with torchrun, mpiexec or `sparcel lab run`.
     """
-    from sparcel.linear.fit import Task, run
+    from sparcel.linear.fit import Fit
     from sparcel.linear.settings import Settings
 
     outputs = {"--out": out, "--cache": cache, "--checkpoint": checkpoint, "--plot": plot}
@@ -89,53 +88,34 @@ def fit(
         raise InputError("--resume needs --checkpoint FILE, the state to go on from")
     settings = Settings(loss=loss, **parameters)
     found = layout_of(data, layout)
-    _check_layout(found, context)
+    is_svmlight = found == "svmlight"
+    others = "text, such as .tsv or .jsonl" if is_svmlight else "svmlight"
+    refuse_typed(
+        context,
+        ("label", "text", "ngrams") if is_svmlight else ("index_from",),
+        f"is for files of {others}, and these are {found}; leave it out, or tell with --layout"
+        " what the files hold",
+    )
     source = _source(found, label, text, ngrams, dimensions, index_from)
-    task = Task(data, source, settings, out, weights, cache, checkpoint, resume, plot)
-    run(task, Console(highlight=False))
-
-
-def _check_layout(layout: str, context: typer.Context) -> None:
-    """Refuse options that were given and that files of this layout have no use for."""
-    is_svmlight = layout == "svmlight"
-    for name in ("label", "text", "ngrams") if is_svmlight else ("index_from",):
-        if is_typed(context, name):
-            others = "text, such as .tsv or .jsonl" if is_svmlight else "svmlight"
-            raise InputError(
-                f"--{name.replace('_', '-')} is for files of {others}, and these are {layout};"
-                " leave it out, or tell with --layout what the files hold"
-            )
+    Fit(data, source, settings, out, weights, cache, checkpoint, resume, plot).run()
 
 
 def _source(
-    layout: str,
-    label: str,
-    text: str,
-    ngrams: str,
-    dimensions: int | None,
-    index_from: int,
-) -> SvmLight | Text:
-    from sparcel.rows import SvmLight, Text
+    layout: str, label: str, text: str, ngrams: str, dimensions: int | None, index_from: int
+) -> Source:
+    from sparcel.rows import HashedNGrams, SvmLight, Text
 
     if layout == "svmlight":
         return SvmLight(dimensions, index_from)
     if layout == "lines":
         raise InputError("a document a line has no label to fit to; use .tsv or .jsonl files")
-    return Text(layout, _ngrams(ngrams, dimensions), label, text)  # type: ignore[arg-type]
-
-
-def _ngrams(text: str, dimensions: int | None) -> HashedNGrams:
-    from sparcel.rows import HashedNGrams
-
-    parts = re.fullmatch(r"(word|char|char_wb):(\d+)(?:-(\d+))?", text)
+    parts = re.fullmatch(r"(word|char|char_wb):(\d+)(?:-(\d+))?", ngrams)
     if parts is None:
         raise InputError(
             f"--ngrams must be word, char or char_wb, a colon and lengths, such as word:1-2 or"
-            f" char:3, got {text!r}"
+            f" char:3, got {ngrams!r}"
         )
     analyzer, low, high = parts.groups()
-    return HashedNGrams(
-        analyzer,  # type: ignore[arg-type]
-        (int(low), int(high or low)),
-        dimensions or 2**20,
-    )
+    lengths = int(low), int(high or low)
+    hashed = HashedNGrams(analyzer, lengths, dimensions or 2**20)  # type: ignore[arg-type]
+    return Text(layout, hashed, label, text)  # type: ignore[arg-type]

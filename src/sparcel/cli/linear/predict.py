@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparcel._files import replacing
-from sparcel.cli.linear.files import Data, Label, Layout, TextName, layout_of
+from sparcel.cli.linear.files import Data, Label, Layout, Model, TextName, layout_of
 from sparcel.cli.options import check_apart, check_output
 from sparcel.errors import InputError
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def predict(
-    model: Annotated[Path, typer.Argument(help="What `fit` wrote.", show_default=False)],
+    model: Model,
     data: Data,
     out: Annotated[Path | None, typer.Option(help="File for the labels; else the output.")] = None,
     probabilities: Annotated[
@@ -47,11 +47,7 @@ def predict(
 
 
 def evaluate(
-    model: Annotated[Path, typer.Argument(help="What `fit` wrote.", show_default=False)],
-    data: Data,
-    layout: Layout = None,
-    label: Label = "label",
-    text: TextName = "text",
+    model: Model, data: Data, layout: Layout = None, label: Label = "label", text: TextName = "text"
 ) -> None:
     """Compare a model with labelled rows: accuracy, log loss and area under the ROC curve."""
     from sparcel.linear.model import LinearModel
@@ -91,9 +87,6 @@ def _blocks(
     if isinstance(source, Text):
         named = None if found == "lines" else label
         source = replace(source, layout=found, label=named, text=text)  # type: ignore[arg-type]
+    has_texts = model.classes is not None and model.classes.dtype.kind == "U"
     # Without a name for labels, they are not looked at.
-    return source.blocks(data, "texts" if label is None or _has_texts(model) else "numbers")
-
-
-def _has_texts(model: Any) -> bool:
-    return model.classes is not None and model.classes.dtype.kind == "U"
+    return source.blocks(data, "texts" if label is None or has_texts else "numbers")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import wraps
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -26,7 +26,14 @@ def with_parameters(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(**given: Any) -> None:
-        _check_solver(given["solver"], given["context"])
+        solver = known(given["solver"], OF_ONE_SOLVER, "--solver")
+        other = next(name for name in OF_ONE_SOLVER if name != solver)
+        refuse_typed(
+            given["context"],
+            OF_ONE_SOLVER[other],
+            f"is a setting of --solver {other}, and the solver is {solver}; leave it out, or give"
+            f" --solver {other}",
+        )
         parameters = {one.name: given.pop(one.name) for one in options}
         command(**given, parameters=parameters)
 
@@ -66,13 +73,8 @@ def _number_or_none(text: str | float) -> float | None:
     return None if str(text).lower() == "none" else float(text)
 
 
-def _check_solver(solver: str, context: typer.Context) -> None:
-    """Refuse options that were given and that the solver would not use."""
-    known(solver, OF_ONE_SOLVER, "--solver")
-    for other in OF_ONE_SOLVER.keys() - {solver}:
-        for name in OF_ONE_SOLVER[other]:
-            if is_typed(context, name):
-                raise InputError(
-                    f"--{name.replace('_', '-')} is a setting of --solver {other}, and the solver"
-                    f" is {solver}; leave it out, or give --solver {other}"
-                )
+def refuse_typed(context: typer.Context, names: Sequence[str], why: str) -> None:
+    """Refuse options that were given and would not be used; ``why`` goes on after the name."""
+    for name in names:
+        if is_typed(context, name):
+            raise InputError(f"--{name.replace('_', '-')} {why}")

@@ -54,7 +54,7 @@ def by_coordinates(
     places[rows.nnz :], values[rows.nnz :] = np.arange(ones), 1
     columns = _on_any_rank(np.flatnonzero(np.diff(starts)), rows.dimensions, comm)
     ends = [rows.nnz, rows.nnz + ones] if fit_intercept else [rows.nnz]
-    # No entries lie between the starts of columns that occur.
+    # A column ends where the next one begins that occurs; those between have no entries.
     offsets = np.concatenate([starts[columns], ends])
     entries = _cpu.LinearShard(offsets, places, values, targets, weights, examples.width)
     return RowsByColumn(columns, entries, len(offsets) - 1, len(places))
@@ -89,6 +89,6 @@ def draws(seed: int, epoch: int, slices: Array, steps: int) -> list[Array]:
     step = np.concatenate(
         [random.permutation(size) * steps // max(size, 1) for size in np.diff(slices)]
     )
-    # Narrow numbers are sorted digit by digit.
+    # numpy sorts narrow integers fastest.
     order = np.argsort(step.astype(np.min_scalar_type(steps - 1)), kind="stable")
     return np.split(order, np.cumsum(np.bincount(step, minlength=steps))[:-1])

@@ -127,13 +127,6 @@ class Scd(Trainer):
             own = self.clock.timed(lambda: comm.run(lambda: plain_sum(each, comm))).item()
         return own / self._weight
 
-    def objective(self) -> float:
-        """Return what is minimised; all ranks call."""
-        coordinates = self.values[: len(self.columns)].astype(np.float64)
-        l1, l2 = self._settings.l1, self._settings.l2
-        penalty = l2 / 2 * (coordinates**2).sum() + l1 * np.abs(coordinates).sum()
-        return self.loss() + float(penalty)
-
     def fitted(self, everywhere: bool = True) -> tuple[Coordinates, None]:
         """See `Trainer.fitted`; every rank has the model."""
         count = len(self.columns)
@@ -144,7 +137,7 @@ class Scd(Trainer):
     def forget_rows(self) -> None:
         """See `Trainer.forget_rows`."""
         del self._rows
-        _cpu.drop_kept()  # also what messages of steps took
+        _cpu.drop_kept()  # buffers, also those of messages
 
     def state(self) -> dict[str, Array]:
         """See `Trainer.state`; equal on all ranks."""
@@ -202,7 +195,7 @@ class Scd(Trainer):
         pull = curvature * old - slope
         pull = np.copysign(np.maximum(np.abs(pull) - self._settings.l1 * is_regular, 0), pull)
         steepness = curvature + self._settings.l2 * is_regular
-        # Without rows of any weight nor regularisation, nothing pulls.
+        # Where there is neither a row of any weight nor regularisation, a coordinate stays.
         new = np.divide(pull, steepness, out=old, where=steepness > 0)
         rounded: Array = new.astype(self.values.dtype)
         return rounded

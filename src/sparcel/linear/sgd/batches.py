@@ -124,9 +124,8 @@ def _arranged(
     columns = np.empty_like(given)
     places = np.empty(rows.nnz, np.uint16)
     values = np.empty_like(rows.values)
-    order = np.arange(len(rows))
     counts = _cpu.by_columns(
-        *(rows.offsets, given, rows.values, order, bounds, columns, places, values),
+        *(rows.offsets, given, rows.values, bounds, columns, places, values),
         threads=torch.get_num_threads(),
     )
     tail = np.arange(rows.dimensions, rows.dimensions + TAIL, dtype=columns.dtype)

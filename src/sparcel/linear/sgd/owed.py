@@ -82,12 +82,12 @@ class Owed:
 
     def restore(self, state: Mapping[str, Array], comm: Communicator) -> None:
         """Take over what this rank owed, of what rank 0 gives; all ranks call."""
-        given = state["owed_ends"].tolist() if comm.rank == 0 else None
-        ends = gathered(comm, given, "ends of debts")[0]
+        given = np.diff(state["owed_ends"]).tolist() if comm.rank == 0 else None
+        counts = gathered(comm, given, "number of debts")[0]
         values = self.values.numpy()
         nothing = {"owed_columns": np.empty(0, np.int64), "owed": values[:0]}
         columns, owed = (
-            scattered(state[name] if comm.rank == 0 else none, ends, comm)
+            scattered(state[name] if comm.rank == 0 else none, counts, comm)
             for name, none in nothing.items()
         )
         values.fill(0)

@@ -71,11 +71,11 @@ class Sharded:
         # Where the columns of each owner begin in each batch.
         self._cuts = [np.searchsorted(columns, starts).tolist() for columns in own]
         requested = tell_owners(own, self._cuts, dimensions, comm)
-        self._cuts.append([0] * (comm.size + 1))  # for want of a batch
+        self._cuts.append([0] * (comm.size + 1))  # of a rank without a batch
         # Columns of its own that no batch has are zero and stay zero: the owner does without them.
         self._columns = np.unique(np.concatenate([np.unique(one.columns) for one in requested]))
         self._requested: list[RequestedColumns] = []
-        while requested:  # frees what is numbered
+        while requested:  # what is numbered is not needed any more
             self._requested.append(requested.pop(0).numbered(self._columns))
         self.weights = empty.sized(len(self._columns))
         width, dtype = empty.width, empty.dtype
@@ -127,9 +127,9 @@ class Sharded:
     def restore(self, arrays: Mapping[str, Array]) -> None:
         """Take this rank's part of what rank 0 gives of `BY_COLUMN`; all ranks call."""
         comm = self._comm
-        ends = list(accumulate(gathered(comm, len(self._columns), "number of columns"), initial=0))
+        counts = gathered(comm, len(self._columns), "number of columns")
         for name, own in self.weights.by_column().items():
-            own[...] = scattered(arrays[name] if comm.rank == 0 else own[:0], ends, comm)
+            own[...] = scattered(arrays[name] if comm.rank == 0 else own[:0], counts, comm)
 
     def _counted(self, call: Call, run: Callable[[], T]) -> T:
         """Run a job at once, and count the time of its exchanges."""

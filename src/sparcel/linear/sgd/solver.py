@@ -112,7 +112,7 @@ class Sgd(Trainer):
     def forget_rows(self) -> None:
         """See `Trainer.forget_rows`."""
         self.batches.clear()  # the model has the same list
-        _cpu.drop_kept()  # also what messages of steps took
+        _cpu.drop_kept()  # buffers, also those of messages
 
     def state(self) -> dict[str, Array]:
         """See `Trainer.state`."""
