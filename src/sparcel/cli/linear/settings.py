@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import Field, fields
 from functools import wraps
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -14,15 +14,24 @@ from sparcel.cli.options import is_typed
 from sparcel.errors import InputError, known
 from sparcel.linear.parameters import OF_ONE_SOLVER, Parameters, Rule, descriptions
 
-_NAMES = {"random_state": "--seed"}
-"""Options that are not called as the parameter is."""
+_NAMES = {"random_state": "--seed", "average": "--average", "asynchronous": "--asynchronous"}
+"""Options that are not called as the parameter is, or have no second name that says no."""
 
 
 def with_parameters(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command an option for each of `Parameters`; it gets these in ``parameters``."""
     own = inspect.signature(command, eval_str=True).parameters
     kept = [one for name, one in own.items() if name != "parameters"]
-    options = _options()
+    texts, hints = descriptions(), get_type_hints(Parameters)
+    options = [
+        inspect.Parameter(
+            one.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=one.default,
+            annotation=_annotation(one, hints[one.name], texts[one.name]),
+        )
+        for one in fields(Parameters)
+    ]
 
     @wraps(command)
     def run(**given: Any) -> None:
@@ -43,28 +52,13 @@ def with_parameters(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _options() -> list[inspect.Parameter]:
-    texts, hints = descriptions(), get_type_hints(Parameters)
-    return [
-        inspect.Parameter(
-            one.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=one.default,
-            annotation=_annotation(one.name, hints[one.name], one.default, texts[one.name]),
-        )
-        for one in fields(Parameters)
-    ]
-
-
-def _annotation(name: str, hint: Any, default: Any, text: str) -> Any:
+def _annotation(one: Field[Any], hint: Any, text: str) -> Any:
     """Return the type and the option of a parameter, as Typer reads them."""
-    names = [_NAMES[name]] if name in _NAMES else []
-    if default is False:
-        names = [f"--{name}"]  # and none to say no
+    names = [_NAMES[one.name]] if one.name in _NAMES else []
     if hint == Rule or get_origin(hint) is Literal:
         hint = str
     more: dict[str, Any] = {}
-    if default is not None and type(None) in get_args(hint):
+    if one.default is not None and type(None) in get_args(hint):
         more = {"parser": _number_or_none, "metavar": "FLOAT|none"}
     return Annotated[hint, typer.Option(*names, help=text, **more)]
 

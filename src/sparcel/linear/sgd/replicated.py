@@ -59,7 +59,7 @@ class Exchange(NamedTuple):
         its batch. It owes the rest, and what rounding takes. The tail is sent as it is.
     rounding
         What rounds the values that are sent, and their sum, without bias; None for nothing.
-        Without ``count`` what it takes is lost.
+        Without ``sent`` what it takes is lost.
     """
 
     algorithm: str
