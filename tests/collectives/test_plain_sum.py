@@ -9,7 +9,7 @@ from sparcel.collectives.plain_sum import plain_sum
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("shape", [(), (0,), (4, 2)])
+@pytest.mark.parametrize("shape", [(), (0, 2), (4, 2)])
 def test_all_ranks_get_the_sum_with_the_same_bits(ranks, shape):
     own = [np.random.default_rng(rank).standard_normal(shape) for rank in range(ranks)]
 
