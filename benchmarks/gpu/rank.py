@@ -198,7 +198,7 @@ def synchronisations(training: Training) -> dict[str, Any] | None:
     handle, reads = training.handle, Reads()
     if handle is None:
         return None
-    comm = handle._session.comm  # its jobs run on a thread that counts for itself
+    comm = handle._session.ranks.comm  # its jobs run on a thread that counts for itself
     on_thread = lambda: comm.submit(device.reads).wait()  # noqa: E731
     on_card = training.device.type == "cuda"
     before = device.reads() + on_thread()

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sparcel._checks import check_type, flag
+from sparcel._checks import check_callable, check_type, flag
 from sparcel.comm import Group
 from sparcel.ddp import DDPDriver
 from sparcel.errors import InputError, known
 from sparcel.fsdp import FSDPDriver, Replicas, is_sharded
 from sparcel.rates import Rates
 from sparcel.schemes import Scheme, Settings, chosen_scheme
-from sparcel.training import Averager, Carrier, Handle, Policy, Scope, stays_dense
+from sparcel.training import Averager, Carrier, Driver, Handle, Policy, Scope, stays_dense
 from sparcel.training.momentum import check_momentum
 from sparcel.training.names import model_patterns
 
@@ -133,10 +133,11 @@ def attach(
     as with DDP alone. docs/how-to/fsdp.md tells what works with ``fully_shard``.
     """
     if replicate is not None or is_sharded(model):
-        driver: FSDPDriver | DDPDriver = FSDPDriver(model, replicate, group)
+        driver: Driver = FSDPDriver(model, replicate, group)
     else:
         driver = DDPDriver(model, group)
     flag(ahead, "ahead")
+    check_callable(policy, "policy")
     if optimizer is not None:
         check_type(optimizer, torch.optim.Optimizer, "optimizer")
         _check_parameters(optimizer, driver.parameters)
@@ -155,7 +156,7 @@ def attach(
         chosen,
         group=driver.group,
         scaler=scaler,
-        policy=driver.policy(policy),
+        policy=lambda name, _: policy(name, driver.parameters[name]),
         densities=model_patterns(densities or {}, driver.tensors),
         rates=rates,
         carrier=carrier,

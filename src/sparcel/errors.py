@@ -61,6 +61,19 @@ def warn(message: str) -> None:
     warnings.warn(message, SparcelWarning, stacklevel=level)
 
 
+def warn_on_rank_0(message: str) -> None:
+    """Give a warning that all ranks give alike, which only rank 0 of torch's default group prints.
+
+    A filter that makes warnings errors applies on all ranks, which must not differ.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_initialized() or dist.get_rank() == 0:
+        warn(message)
+    else:
+        with warnings.catch_warnings(record=True):
+            warn(message)
+
+
 _LISTED = 40
 """How many names an error lists at most."""
 

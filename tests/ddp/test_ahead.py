@@ -177,7 +177,7 @@ def computes_ahead(comm: Communicator, by: str) -> list[bool]:
     return ahead
 
 
-@pytest.mark.parametrize("by", OPTIMIZERS)
+@pytest.mark.parametrize("by", ["AdamW", "LARS"])
 def test_a_model_computes_ahead_where_it_trains_and_nowhere_else(run_on: Any, by: str) -> None:
     expected = [True, False, False, False, False, False]
     assert run_on(2, computes_ahead, by) == [[*expected, *expected, False]] * 2
@@ -216,9 +216,10 @@ def warned(comm: Communicator) -> list[str]:
     return [str(one.message) for one in given if one.category is SparcelWarning]
 
 
-def test_an_optimiser_of_another_kind_is_told_once(run_on: Any) -> None:
-    for (said,) in run_on(2, warned):
-        assert "RMSprop updates '0.weight'; gradients are computed without it" in said
+def test_rank_0_tells_of_an_optimiser_of_another_kind_once(run_on: Any) -> None:
+    (said,), by_rank_1 = run_on(2, warned)
+    assert "RMSprop updates '0.weight'; gradients are computed without it" in said
+    assert not by_rank_1
 
 
 def adversaries(comm: Communicator) -> bool:
@@ -289,8 +290,8 @@ def steps_inside(comm: Communicator, by: str) -> list[str]:
 
 @pytest.mark.parametrize("by", ["SGD", "AdamW"])
 def test_steps_inside_a_call_end_step_ahead_with_a_warning(run_on: Any, by: str) -> None:
-    for (said,) in run_on(2, steps_inside, by):
-        assert f"{by} does a step while the model is called" in said
+    (said,), _ = run_on(2, steps_inside, by)
+    assert f"{by} does a step while the model is called" in said
 
 
 class StepsInAPart(nn.Module):
@@ -313,7 +314,8 @@ class StepsInAPart(nn.Module):
 
 def steps_in_a_part(comm: Communicator) -> None:
     ddp, handle, optimizer = attached(comm, OPTIMIZERS["SGD"], model=StepsInAPart)
-    with pytest.warns(SparcelWarning, match="does a step while the model is called"):
+    match = "does a step while the model is called"
+    with pytest.warns(SparcelWarning, match=match) if comm.rank == 0 else nullcontext():
         ddp(data_of(comm.rank, 0, ddp.module), optimizer)
     handle.close()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import re
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,62 +24,53 @@ from tests.evenly import attach_evenly
 pytestmark = pytest.mark.processes
 
 
-def wrapped() -> DistributedDataParallel:
-    return DistributedDataParallel(Linear())
+WRONG: tuple[tuple[Any, dict[str, Any], str], ...] = (
+    ("topkk", {}, "scheme cannot be 'topkk'; did you mean 'topk' or"),
+    ("topk", {"optimzer": None}, "'optimzer'; did you mean 'optimizer'"),
+    (None, {"scheme": "topk"}, 'scheme is no argument .* attach\\(model, "topk"\\)'),
+    ("topk", {"densty": 0.1}, "did you mean 'density'"),
+    ("topk", {"density": 3}, "for a percentage pass density=0.03"),
+    ("oktopkk", {}, "did you mean 'oktopk'"),
+    ("hitopk", {"ranks_pernode": 2}, "did you mean 'ranks_per_node'"),
+    ("hitopk", {"ranks_per_node": 0}, "ranks_per_node must be at least 1, got 0"),
+    ("topk", {"warmup": [0.1]}, "needs warmup_steps"),
+    ("topk", {"momentum": 1}, "momentum must lie in"),
+    ("topk", {"algorithm": "rings"}, "did you mean 'ring'"),
+    (sparcel.scheme("topk"), {"density": 0.1}, "settings go with a scheme's name"),
+    (["topk"], {}, "scheme must be a Scheme, got list; sparcel.scheme"),
+    ("topk", {"density": "0.1"}, "density must be a number, got '0.1'"),
+    ("topk", {"optimizer": [0.1]}, "optimizer must be an Optimizer, got list"),
+    ("topk", {"scaler": 1024.0}, "scaler must be a GradScaler, got 1024.0"),
+    ("topk", {"policy": "dense"}, "policy must be a function, got 'dense'"),
+    ("topk", {"densities": [0.1]}, "densities must be a Mapping, got list"),
+    ("topk", {"densities": {"first": True}}, r"densities\['first'\] must be a number"),
+    ("dense", {"densities": {"forth": 0.1}}, "'forth' fits none of the tensors, which are named"),
+    ("topk", {"densities": {"second": 0.1, "*.weight": 0.1}}, r"'\*.weight' fits none"),
+    ("topk", {"densities": {"second": 10}}, "for a percentage pass density=0.1"),
+    ("dense", {"densities": {"second": 0}}, r"densities\['second'\] must lie in \(0, 1\], got 0"),
+    ("auto", {"rates": 1e9}, "rates must be Rates, .* or the path of a file, got 1"),
+    ("topk", {"group": "world"}, "group must be a torch.distributed process group"),
+)
+"""Schemes, other arguments, and a part of the error."""
 
 
-def refuse(
-    comm: Communicator, make: Callable[[], Any], scheme: Any, settings: dict[str, Any]
-) -> tuple[str, int]:
+def refuse(comm: Communicator, scheme: Any, settings: dict[str, Any]) -> tuple[str, int]:
     """Return the error of attach, and the number of threads that it left behind."""
-    model, threads = make(), threading.active_count()
+    model, threads = DistributedDataParallel(Linear()), threading.active_count()
     with pytest.raises(InputError) as raised:
         attach_evenly(model, scheme, **settings)
     return str(raised.value), threading.active_count() - threads
 
 
-@pytest.mark.parametrize(
-    ("make", "scheme", "settings", "said"),
-    [
-        (wrapped, "topkk", {}, "scheme cannot be 'topkk'; did you mean 'topk' or"),
-        (wrapped, "topk", {"optimzer": None}, "'optimzer'; did you mean 'optimizer'"),
-        (wrapped, None, {"scheme": "topk"}, 'scheme is no argument .* attach\\(model, "topk"\\)'),
-        (wrapped, "topk", {"densty": 0.1}, "did you mean 'density'"),
-        (wrapped, "topk", {"density": 3}, "for a percentage pass density=0.03"),
-        (wrapped, "oktopkk", {}, "did you mean 'oktopk'"),
-        (wrapped, "hitopk", {"ranks_pernode": 2}, "did you mean 'ranks_per_node'"),
-        (wrapped, "hitopk", {"ranks_per_node": 0}, "ranks_per_node must be at least 1, got 0"),
-        (wrapped, "topk", {"warmup": [0.1]}, "needs warmup_steps"),
-        (wrapped, "topk", {"momentum": 1}, "momentum must lie in"),
-        (wrapped, "topk", {"algorithm": "rings"}, "did you mean 'ring'"),
-        (wrapped, sparcel.scheme("topk"), {"density": 0.1}, "settings go with a scheme's name"),
-        (
-            wrapped,
-            ["topk"],
-            {},
-            "scheme must be a Scheme, got list; sparcel.scheme",
-        ),
-        (wrapped, "topk", {"density": "0.1"}, "density must be a number, got '0.1'"),
-        (wrapped, "topk", {"optimizer": [0.1]}, "optimizer must be an Optimizer, got list"),
-        (wrapped, "topk", {"scaler": 1024.0}, "scaler must be a GradScaler, got 1024.0"),
-        (wrapped, "topk", {"policy": "dense"}, "policy must be a function, got 'dense'"),
-        (wrapped, "topk", {"densities": [0.1]}, "densities must be a Mapping, got list"),
-        (wrapped, "topk", {"densities": {"first": True}}, r"densities\['first'\] must be a number"),
-        (
-            wrapped,
-            "auto",
-            {"rates": 1e9},
-            "rates must be Rates, .* or the path of a file, got 1",
-        ),
-        (wrapped, "topk", {"group": "world"}, "group must be a torch.distributed process group"),
-    ],
-)
-def test_wrong_arguments_are_named(
-    run_on: Any, make: Any, scheme: Any, settings: dict[str, Any], said: str
-) -> None:
-    for text, threads in run_on(2, refuse, make, scheme, settings):
-        assert re.search(said, text), text
-        assert threads == 0
+def refuse_all(comm: Communicator) -> list[tuple[str, int]]:
+    return [refuse(comm, scheme, settings) for scheme, settings, _ in WRONG]
+
+
+def test_wrong_arguments_are_named(run_on: Any) -> None:
+    for said in run_on(2, refuse_all):
+        for (text, threads), (*_, expected) in zip(said, WRONG, strict=True):
+            assert re.search(expected, text), text
+            assert threads == 0
 
 
 def attach_to_fewer(comm: Communicator) -> str:
@@ -97,7 +87,7 @@ def test_a_group_of_other_ranks_is_refused(run_on: Any) -> None:
 
 
 def attach_to_uneven_nodes(comm: Communicator) -> tuple[str, int]:
-    return refuse(comm, wrapped, "hitopk", {"ranks_per_node": 2})
+    return refuse(comm, "hitopk", {"ranks_per_node": 2})
 
 
 def test_uneven_nodes_are_refused_before_the_first_step(run_on: Any) -> None:

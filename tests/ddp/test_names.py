@@ -59,8 +59,14 @@ def names_of(comm: Communicator, make: Any, densities: dict[str, float]) -> tupl
     return handle.sparse, set(seen), {name for name, owed in saved.items() if owed.any()}
 
 
-@pytest.mark.parametrize("make", [plain, compiled, wrapped_in_part])
-@pytest.mark.parametrize("pattern", ["1.weight", "module.1.weight", "module._orig_mod.1.weight"])
+@pytest.mark.parametrize(
+    ("make", "pattern"),
+    [
+        (plain, "module.1.weight"),
+        (compiled, "module._orig_mod.1.weight"),
+        (wrapped_in_part, "1.weight"),
+    ],
+)
 def test_wrappers_do_not_show_in_names(run_on: Any, make: Any, pattern: str) -> None:
     for sparse, seen, saved in run_on(2, names_of, make, {pattern: 1}):
         assert sparse == saved == {"0.weight"}

@@ -74,22 +74,26 @@ CORRECTED: list[tuple[Any, dict[str, Any]]] = [
 """Schemes that correct momentum, two of them without a setting that says so."""
 
 
-@pytest.mark.parametrize(
-    ("make", "theirs"),
-    [
-        (over_all(SGD, momentum=0.8), "SGD has momentum=0.8 for 3 "),
-        (over_all(RMSprop, momentum=0.8), "RMSprop has momentum=0.8 for 3 "),
-        (over_all(Adam), r"Adam has betas=(0.9, 0.999) for 3 "),
-        (over_all(AdamW), r"AdamW has betas=(0.9, 0.999) for 3 "),
-    ],
-)
-@pytest.mark.parametrize(("scheme", "settings"), CORRECTED)
-def test_momentum_of_both_is_refused(
-    run_on: Any, make: Make, theirs: str, scheme: Any, settings: dict[str, Any]
-) -> None:
-    for (said,) in run_on(2, partial(attach, make=make, scheme=scheme, **settings)):
-        assert said.startswith('refused: the scheme has momentum=0.9 ("dgc" has 0.9 unless')
-        assert theirs in said and "such as 'first'" in said
+TWICE: list[tuple[Make, str]] = [
+    (over_all(SGD, momentum=0.8), "SGD has momentum=0.8 for 3 "),
+    (over_all(RMSprop, momentum=0.8), "RMSprop has momentum=0.8 for 3 "),
+    (over_all(Adam), r"Adam has betas=(0.9, 0.999) for 3 "),
+    (over_all(AdamW), r"AdamW has betas=(0.9, 0.999) for 3 "),
+]
+
+
+def attach_in_turn(comm: Communicator, cases: list[tuple[Any, ...]]) -> list[list[str]]:
+    """Return what `attach` says of optimisers, each with a scheme and its settings."""
+    return [attach(comm, make, scheme, **settings) for make, scheme, settings in cases]
+
+
+def test_momentum_of_both_is_refused(run_on: Any) -> None:
+    cases = [(make, *corrected) for make, _ in TWICE for corrected in CORRECTED]
+    expected = [theirs for _, theirs in TWICE for _ in CORRECTED]
+    for ranks in run_on(2, attach_in_turn, cases):
+        for (said,), theirs in zip(ranks, expected, strict=True):
+            assert said.startswith('refused: the scheme has momentum=0.9 ("dgc" has 0.9 unless')
+            assert theirs in said and "such as 'first'" in said
 
 
 def of_other_parameters(module: torch.nn.Module) -> Optimizer:
@@ -100,25 +104,18 @@ def of_dense_parameters(module: torch.nn.Module) -> Optimizer:
     return SGD([one for name, one in module.named_parameters() if name.endswith("bias")], lr=0.1)
 
 
-@pytest.mark.parametrize(
-    ("make", "scheme", "theirs"),
-    [
-        (of_other_parameters, "topk", "none of the model's parameters; pass the one that does"),
-        (of_dense_parameters, "dgc", "none of the 3 parameters that are made sparse"),
-    ],
-)
-def test_an_optimiser_of_other_parameters_is_refused(
-    run_on: Any, make: Make, scheme: str, theirs: str
-) -> None:
-    for (said,) in run_on(2, partial(attach, make=make, scheme=scheme)):
-        assert f"optimizer updates {theirs}" in said
+def test_an_optimiser_of_other_parameters_is_refused(run_on: Any) -> None:
+    cases = [(of_other_parameters, "topk", {}), (of_dense_parameters, "dgc", {})]
+    for (first,), (second,) in run_on(2, attach_in_turn, cases):
+        assert "optimizer updates none of the model's parameters; pass the one that does" in first
+        assert "optimizer updates none of the 3 parameters that are made sparse" in second
 
 
-@pytest.mark.parametrize(("scheme", "settings"), CORRECTED)
-def test_an_optimiser_that_is_not_known_gets_a_warning(
-    run_on: Any, scheme: Any, settings: dict[str, Any]
-) -> None:
-    for (said,) in run_on(2, partial(attach, make=None, scheme=scheme, **settings)):
+def test_rank_0_warns_of_an_optimiser_that_is_not_known(run_on: Any) -> None:
+    cases = [(None, *corrected) for corrected in CORRECTED]
+    by_rank_0, by_rank_1 = run_on(2, attach_in_turn, cases)
+    assert not any(by_rank_1)
+    for (said,) in by_rank_0:
         assert said.startswith("warned: the scheme has momentum=0.9")
         assert "pass optimizer= to have that checked" in said
 
@@ -134,19 +131,14 @@ def test_a_warning_that_is_made_an_error_leaves_no_thread(run_on: Any) -> None:
     assert run_on(2, threads_left_by_a_warning_that_is_an_error) == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("make", "momentum"),
-    [
-        (over_all(SGD), 0.9),
-        (for_small, 0.9),
-        (over_all(RMSprop), 0.9),
-        (over_all(Adam, betas=(0.0, 0.999)), 0.9),
-        (over_all(SGD, momentum=0.9), 0.0),
-        (over_all(AdamW), 0.0),
-        (None, 0.0),
-    ],
-)
-def test_momentum_of_one_of_them_is_accepted(
-    run_on: Any, make: Make | None, momentum: float
-) -> None:
-    assert run_on(2, partial(attach, make=make, scheme="dgc", momentum=momentum)) == [[], []]
+def test_momentum_of_one_of_them_is_accepted(run_on: Any) -> None:
+    cases = [
+        (over_all(SGD), "dgc", {"momentum": 0.9}),
+        (for_small, "dgc", {"momentum": 0.9}),
+        (over_all(RMSprop), "dgc", {"momentum": 0.9}),
+        (over_all(Adam, betas=(0.0, 0.999)), "dgc", {"momentum": 0.9}),
+        (over_all(SGD, momentum=0.9), "dgc", {"momentum": 0.0}),
+        (over_all(AdamW), "dgc", {"momentum": 0.0}),
+        (None, "dgc", {"momentum": 0.0}),
+    ]
+    assert run_on(2, attach_in_turn, cases) == [[[]] * len(cases)] * 2

@@ -80,6 +80,7 @@ def die(comm: Communicator, static: bool) -> tuple[Any, ...]:
     return raised.value, before, residuals_of(handle, comm.rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("static", [False, True])
 def test_survivors_of_a_rank_that_died_before_the_rebuild_name_it(static: bool) -> None:
     outcomes = run_apart(3, die, static, timeout=30)

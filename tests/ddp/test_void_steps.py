@@ -88,13 +88,9 @@ WRAPS: dict[str, dict[str, Any]] = {
     [
         ("copies", 1, ("first", math.inf), 1, "bucket"),
         ("copies", 2, ("second", math.nan), 2, "model"),
-        ("copies", 0, ("bias", math.inf), 1, "bucket"),
-        ("views", 1, ("norm", math.nan), 2, "bucket"),
-        ("views", 0, ("first", math.inf), 1, "bucket"),
-        ("static graph", 1, ("first", math.inf), 1, "model"),
-        ("static graph", 2, ("third", -math.inf), 1, "bucket"),
+        ("views", 0, ("norm", math.nan), 2, "bucket"),
+        ("static graph", 1, ("first", -math.inf), 1, "model"),
         ("unused", 2, ("first", math.inf), 1, "bucket"),
-        ("unused", 0, ("norm", math.inf), 2, "bucket"),
     ],
 )
 def test_every_optimiser_skips_a_void_step(
@@ -121,8 +117,15 @@ def test_every_optimiser_skips_a_void_step(
         assert any(mine["residuals"][name].any() for name in LARGE)
 
 
-@pytest.mark.parametrize("scheme", ["dense", "bidirectional", "oktopk", "hitopk"])
-@pytest.mark.parametrize("wrap", ["copies", "static graph"])
+@pytest.mark.parametrize(
+    ("scheme", "wrap"),
+    [
+        ("dense", "copies"),
+        ("bidirectional", "static graph"),
+        ("oktopk", "copies"),
+        ("hitopk", "static graph"),
+    ],
+)
 def test_the_first_step_can_be_void(run_on: Any, scheme: str, wrap: str) -> None:
     """DDP calls the hooks of a static graph's first step after the backward pass."""
     program = partial(

@@ -38,7 +38,7 @@ def saved(comm: Communicator, replicas: int, folder: Path) -> dict[str, Tensor]:
 
 def summed(handle: sparcel.Handle) -> dict[str, Tensor]:
     """Return by name what is remembered by all replicas together."""
-    comm = handle._session.comm
+    comm = handle._session.ranks.comm
     sums = memory_of(handle)
     for total in sums.values():
         comm.all_reduce(total)

@@ -64,7 +64,7 @@ def broken(comm: Communicator) -> tuple[str, dict[str, Tensor], dict[str, Tensor
     handle = attach_evenly(model, "topk", replicate=mesh["replicate"], density=0.02)
     model(comm.rank, 0).backward()
     before = local_memory(handle)
-    handle._session.comm.submit(lambda: killed() if comm.rank == 1 else None)
+    handle._session.ranks.comm.submit(lambda: killed() if comm.rank == 1 else None)
     said = ""
     try:
         model(comm.rank, 1).backward()
@@ -82,6 +82,7 @@ def local_memory(handle: Any) -> dict[str, Tensor]:
     return {key: part.to_local().clone() for key, part in state if key.startswith("rank")}
 
 
+@pytest.mark.slow
 def test_survivors_of_all_shards_raise_and_keep_their_memory() -> None:
     outcomes = run_apart(4, broken, timeout=20)
     assert outcomes.pop(1).died == -signal.SIGKILL

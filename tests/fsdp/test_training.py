@@ -25,8 +25,6 @@ from tests.fsdp.models import (
 pytestmark = pytest.mark.processes
 
 METHODS: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "topk": (2, "topk", {"density": 0.02}),
-    "oktopk": (2, "oktopk", {"density": 0.05}),
     "gtopk, four replicas": (4, "gtopk", {"density": 0.02}),
     "scalecom": (2, "scalecom", {"density": 0.02}),
     "topk over the model": (2, "topk", {"density": 0.02, "scope": "model"}),

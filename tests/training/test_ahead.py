@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -16,9 +15,10 @@ from torch.optim import SGD, Adamax, AdamW, Muon, NAdam, RAdam, RMSprop
 from sparcel import simulate
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, MismatchError, SparcelWarning
-from sparcel.schemes import Dense, Scheme, TopK
+from sparcel.schemes import Dense, TopK
 from sparcel.training import Ahead
 from tests.evenly import even_averager
+from tests.sampling import meeting
 from tests.strategies import same_bits
 from tests.training.ahead import (
     LARGE,
@@ -27,17 +27,17 @@ from tests.training.ahead import (
     Make,
     Training,
     moved_by_torch,
-    optimizers,
     trained,
 )
 from tests.training.tensors import Named, owed_by
 
 
-@optimizers
-@pytest.mark.parametrize(("scheme", "share"), SHARES.values(), ids=SHARES)
+@pytest.mark.parametrize(("optimizer", "kept"), meeting(OPTIMIZERS, SHARES, each=1))
 def test_parameters_move_as_the_optimiser_would_move_them_with_the_memory_as_gradient(
-    make: Make, scheme: Callable[[], Scheme], share: float
+    optimizer: str, kept: str
 ) -> None:
+    make, (scheme, share) = OPTIMIZERS[optimizer], SHARES[kept]
+
     def on_rank(comm: Communicator) -> bool:
         training = trained(comm, make, scheme())
         if "amsgrad" in training.optimizer.defaults:
@@ -69,8 +69,14 @@ def test_parameters_move_as_the_optimiser_would_move_them_with_the_memory_as_gra
     assert all(simulate(4, on_rank, ranks_per_node=2).results)
 
 
-@pytest.mark.parametrize("make", [OPTIMIZERS["SGD, momentum"], partial(AdamW, lr=0.01, eps=1e-3)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [
+        (OPTIMIZERS["SGD, momentum"], torch.float16),
+        (partial(AdamW, lr=0.01, eps=1e-3), torch.bfloat16),
+        (partial(AdamW, lr=0.01, eps=1e-3), torch.float64),
+    ],
+)
 def test_other_dtypes_move(make: Make, dtype: torch.dtype) -> None:
     def on_rank(comm: Communicator) -> None:
         training = trained(comm, make, TopK(0.05), dtype=dtype)

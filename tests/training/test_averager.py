@@ -42,7 +42,7 @@ def train(comm: Communicator, scheme: Scheme, steps: int, **settings: Any) -> tu
 
 
 @schemes
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 4])
 def test_ranks_agree_and_nothing_is_lost(make: Callable[[], Scheme], world: int) -> None:
     results = simulate(world, lambda comm: train(comm, make(), 3), ranks_per_node=1).results
     updates = results[0][0]
@@ -285,8 +285,11 @@ ROWS = {"no words": torch.zeros(0, 4), "no width": torch.zeros(60, 0)}
 
 
 @schemes
-@pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("tensors", [EMPTY, EMPTY | ONE, EMPTY | ROWS], ids=", ".join)
+@pytest.mark.parametrize(
+    ("tensors", "scope"),
+    [(EMPTY, "model"), (EMPTY | ONE, "bucket"), (EMPTY | ROWS, "model")],
+    ids=["empty", "one", "rows"],
+)
 def test_tensors_without_elements_or_dimensions_are_averaged(
     make: Callable[[], Scheme], scope: Scope, tensors: Named
 ) -> None:

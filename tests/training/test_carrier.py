@@ -29,7 +29,7 @@ def train(comm: Communicator | None, scheme: str, gpu: bool, **settings: Any) ->
     there = moved if gpu else torch.clone
     tensors = {name: there(tensor) for name, tensor in TENSORS.items()}
     averager = even_averager(tensors, SCHEMES[scheme](), group=comm, **settings)
-    rank = averager._session.comm.rank
+    rank = averager._session.ranks.comm.rank
     updates = []
     for step in range(3):
         gradients = gradients_of(rank, step)
@@ -145,8 +145,8 @@ def test_a_communicator_that_is_passed_stays_open() -> None:
     def on_rank(comm: Communicator) -> None:
         staged = carry(comm, torch.device("card", 0))
         averager = even_averager({"weight": moved(torch.zeros(40, 30))}, TopK(), group=comm)
-        assert averager._session.comm is staged
-        assert averager._session.owned is None
+        assert averager._session.ranks.comm is staged
+        assert averager._session.ranks.owned is None
 
     with on_card():
         simulate(1, on_rank)

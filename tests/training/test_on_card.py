@@ -52,7 +52,6 @@ def train(comm: Communicator, name: str, scope: Scope, gpu: bool) -> tuple[list[
     [
         ("dense", "bucket"),
         ("bidirectional", "model"),
-        ("oktopk", "model"),
         ("oktopk", "bucket"),
         ("corrected", "bucket"),
     ],

@@ -221,3 +221,18 @@ def test_repr_tells_what_is_exchanged_and_what_it_has_cost() -> None:
             f"{attached} 1, {sent}; in the last step {times:.3g} times; asked for {share} of the"
             f" coordinates, {share} in the last step; closed>"
         )
+
+
+def test_repr_tells_what_the_default_returns() -> None:
+    def on_rank(comm: Communicator) -> list[str]:
+        schemes = (
+            scheme(),
+            scheme("bidirectional", density=0.5),
+            scheme("bidirectional", returned=0.2),
+        )
+        return [repr(even_averager(TENSORS, made, group=comm).handle) for made in schemes]
+
+    (shown,) = simulate(1, on_rank).results
+    for text, share in zip(shown, ("30 %", "100 %"), strict=False):
+        assert f", which returns {share} of the sums, on 1 ranks" in text
+    assert "returned=0.2" in shown[2] and "which returns" not in shown[2]

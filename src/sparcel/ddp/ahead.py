@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from sparcel.ddp.swap import Slot, Swap, hidden, stand_in, swap_of
 from sparcel.ddp.written import Guard, Place
-from sparcel.errors import InputError, warn
+from sparcel.errors import InputError, warn_on_rank_0
 from sparcel.training import Ahead, Follower
 
 _CALL = "_compiled_call_impl"
@@ -23,7 +23,7 @@ _CALL = "_compiled_call_impl"
 is set. Copies and pickles of the module leave it out, and torch.compile does when it traces."""
 
 
-class AheadCalls:
+class AheadCalls(Follower):
     """Lets a model compute with moved values in training, while its parameters stay as they are.
 
     A module that is called finds the moved values as attributes of its parts, where Python looks
@@ -31,11 +31,12 @@ class AheadCalls:
     gone. The tables stay as they are, so ``parameters()``, ``state_dict()`` and ``zero_grad()``
     mean the parameters in a call, too. Autograd keeps what the backward pass needs, so nothing is
     moved there, except where a checkpoint calls a module again: that call gets the values of the
-    forward pass. Optimisers are found at their first step.
+    forward pass.
     """
 
     def __init__(self, model: nn.Module, ahead: Ahead) -> None:
-        self._model, self._ahead = weakref.ref(model), ahead
+        super().__init__(ahead, self._before_step)
+        self._model = weakref.ref(model)
         self._values: dict[str, Tensor] = {}
         """The values in the place of parameters in the last forward pass, by name."""
         self._flag: dict[str, Any] = {}
@@ -49,7 +50,6 @@ class AheadCalls:
             call.install()
         weakref.finalize(self, _remove, self._calls).atexit = False
         _keep_out_of_graphs()
-        self._follower = Follower(ahead, self._before_step)
 
     def _calls_of(self, model: nn.Module) -> Iterator[_Call]:
         """Yield a call for each module that holds some of the parameters, the model's first.
@@ -72,13 +72,9 @@ class AheadCalls:
             if slots and not isinstance(module, ParametrizationList):
                 yield _Call(self, module, slots)
 
-    def follow(self, optimizer: Optimizer) -> None:
-        """See `Follower.follow`."""
-        self._follower.follow(optimizer)
-
     def end(self) -> None:
         """Let the modules compute with their parameters, from now on."""
-        self._follower.end()
+        super().end()
         _remove(self._calls)
         self._calls.clear()
         self._values.clear()
@@ -97,7 +93,7 @@ class AheadCalls:
             return
         deque(swap.take(), maxlen=0)
         self.end()
-        warn(
+        warn_on_rank_0(
             f"{type(optimizer).__name__} does a step while the model is called, as manual"
             " optimisation does in Lightning; training goes on without step-ahead, which costs"
             " accuracy at low densities; ahead=False does without it from the start"
@@ -127,7 +123,6 @@ class AheadCalls:
         ):
             return None
         self._swap = None  # its memory may serve for the next
-        self._guard.forget()
         if torch._C._current_graph_task_id() == -1:
             self._move({slot.name: None for slot in slots if slot.parameter.requires_grad})
         # Others may stand there meanwhile, as in torch.func.functional_call, or after pruning.

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparcel.comm import Group, size_of
 from sparcel.ddp.ahead import AheadCalls
-from sparcel.ddp.buckets import as_in_buckets
 from sparcel.ddp.hook import Hook
 from sparcel.ddp.model import checked_model
-from sparcel.ddp.unaveraged import unaveraged
 from sparcel.errors import InputError
-from sparcel.training import Averager, Policy
+from sparcel.training import Arrange, Averager, Shard, Unaveraged
 from sparcel.training.following import watch_steps
 from sparcel.training.names import model_name
 
+_WAS_LATE = "was frozen when the model was wrapped, or was no part of it"
+_WAY_OUT = "close() the handle, wrap the module in a new DistributedDataParallel, attach again"
+
 
 class DDPDriver:
-    """What an averager needs to know of a DDP model, and what starts it.
+    """What an averager needs to know of a DDP model, and what starts it: a `Driver`.
 
     Raises
     ------
@@ -29,35 +31,35 @@ class DDPDriver:
         For a model whose gradients do not all go through one hook; for a group of other ranks.
     """
 
-    shard = None
+    shard: Shard | None = None
 
     def __init__(self, model: object, group: Group) -> None:
         self._model = model = checked_model(model)
         self.group: Group = model.process_group if group is None else group
         _check_ranks(model, self.group)
-        self.parameters = self.tensors = {
+        self.parameters: Mapping[str, Tensor] = {
             model_name(name): parameter
             for name, parameter in model.module.named_parameters()
             if parameter.requires_grad and name not in model.parameters_to_ignore
         }
-        self.rows = _parameters_with_rows(model.module)
+        self.tensors: Mapping[str, Tensor] = self.parameters
+        self.rows: Collection[str] = _parameters_with_rows(model.module)
         # DDP throws away the update of a parameter that no rank used, so none may be sent.
         self.withhold_zeros: bool = model.find_unused_parameters or model.static_graph
-
-    def policy(self, policy: Policy) -> Policy:
-        """Return the user's policy for the tensors that are averaged."""
-        return policy
 
     def move_ahead(self, averager: Averager, names: Collection[str]) -> AheadCalls:
         """Let the model compute with moved values of these parameters."""
         movable = {name: self.parameters[name] for name in names}
-        ahead = averager.ahead(movable, arrange=as_in_buckets(movable.values()))
+        ahead = averager.ahead(movable, arrange=_as_in_buckets(movable.values()))
         return AheadCalls(self._model.module, ahead)
 
     def start(self, averager: Averager) -> None:
         """Let the averager exchange gradients from now on."""
         self._model.register_comm_hook(None, Hook(self._model, averager).queue_bucket)
-        averager.on_close(watch_steps(unaveraged(self._model, self.parameters)))
+        averaged = {id(parameter) for parameter in self.parameters.values()}
+        ignored = {model_name(name) for name in self._model.parameters_to_ignore}
+        late = Unaveraged(self._model.module, lambda: averaged, ignored, _WAS_LATE, _WAY_OUT)
+        averager.on_close(watch_steps(late))
 
 
 def _check_ranks(model: DistributedDataParallel, group: Group) -> None:
@@ -67,6 +69,26 @@ def _check_ranks(model: DistributedDataParallel, group: Group) -> None:
             f"the model was wrapped for {ranks} ranks, group has {given}; pass the same process"
             " group to both, or none to sparcel"
         )
+
+
+def _as_in_buckets(parameters: Iterable[Tensor]) -> Arrange:
+    """Return how memory lies: as DDP lays gradients into buckets.
+
+    DDP keeps the strides of a parameter whose elements fill a range of memory, in whatever order,
+    and lays all others in rows. torch's ``empty_like`` has the same rule.
+    """
+    strides = {
+        id(one): one.stride()
+        for one in parameters
+        if torch.empty_like(one, device="meta").stride() == one.stride()
+    }
+
+    def arrange(memory: Tensor, parameter: Tensor) -> Tensor:
+        if id(parameter) in strides:
+            return memory.as_strided(parameter.shape, strides[id(parameter)])
+        return memory.view(parameter.shape)
+
+    return arrange
 
 
 def _parameters_with_rows(module: nn.Module) -> set[str]:

@@ -1,4 +1,9 @@
-"""The hook that DDP calls for each bucket: what it queues, and how a step ends."""
+"""The hook that DDP calls for each bucket: what it queues, and how a step ends.
+
+DDP takes one hook, and can neither remove nor replace it. It rebuilds its buckets after the first
+step (the second with ``static_graph``) and numbers them anew. So the hook names the parameters of
+each bucket every time.
+"""
 
 # DDP looks at the annotations of its hook and takes no strings: no postponed evaluation here.
 

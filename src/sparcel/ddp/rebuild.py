@@ -17,6 +17,8 @@ class RebuildGuard:
     DDP tells all ranks its new buckets at the start of a forward pass, by a collective of its own.
     If a rank failed meanwhile, the others would get a RuntimeError of the engine without the cause.
     Between the two waits no code of the user runs, so only a rank that is killed can fail there.
+    What stays an error of the engine: that, and any failure during the broadcast of buffers (as
+    BatchNorm has), which DDP repeats in every forward pass unless ``broadcast_buffers=False``.
     """
 
     def __init__(self, model: DistributedDataParallel, handle: Handle) -> None:

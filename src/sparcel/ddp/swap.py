@@ -83,13 +83,16 @@ def swap_of(slots: Sequence[Slot], standing: Mapping[str, Tensor], flag: dict[st
 def stand_in(parameter: Tensor, values: Tensor) -> Tensor:
     """Return a tensor with these values whose gradient goes to the parameter.
 
-    In the model's own code it passes for the parameter: isinstance says Parameter, and it has the
-    attributes that users gave the parameter. A deep copy of it is a copy of the parameter. Hooks
-    and ``requires_grad_`` go to the parameter.
+    A parameter has one such tensor in a pass, so `torch.autograd.grad` finds all that it was used
+    for. In the model's own code it passes for the parameter: isinstance says Parameter, and it has
+    the attributes that users gave the parameter. A deep copy of it is a copy of the parameter.
+    Hooks and ``requires_grad_`` go to the parameter. torch.compile takes it for a parameter, too,
+    by which it finds DDP's buckets. It has the same class in all steps, so nothing is compiled
+    twice.
     """
     standing: Any = torch.ops.aten._unsafe_view(parameter, parameter.shape)
-    # Autograd goes through what was made last first. These were made before all of the pass,
-    # and DDP is to get each gradient when it is complete.
+    # Autograd goes through what was made last first. These were made before all of the pass. With
+    # this number their gradients are accumulated once complete, and not all at the end.
     standing.grad_fn._set_sequence_nr(_AT_ONCE)
     standing.data = values
     standing.__dict__.update(

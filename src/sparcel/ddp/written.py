@@ -24,14 +24,6 @@ class Place(NamedTuple):
     name: str
 
 
-class _Watched(NamedTuple):
-    """A place, its tensor, and the state of that before the call."""
-
-    place: Place
-    tensor: Tensor
-    before: tuple[int, ...]
-
-
 class Guard:
     """Looks at parameters before and after a call: at those that move, and frozen ones like them.
 
@@ -42,7 +34,8 @@ class Guard:
     def __init__(self, ahead: Ahead) -> None:
         self._ahead = ahead
         self._frozen: list[Place] = []
-        self._watched: list[_Watched] = []
+        self._watched: list[tuple[Place, Tensor, tuple[int, ...]]] = []
+        """Places, each with its tensor and the state of that before the call."""
         self._passes = 0
 
     @property
@@ -56,7 +49,7 @@ class Guard:
             self._frozen = list(_frozen(model, self._ahead))
         frozen = ((place, place.table.get(place.key)) for place in self._frozen)
         self._watched = [
-            _Watched(place, tensor, _state(tensor, self._thoroughly))
+            (place, tensor, _state(tensor, self._thoroughly))
             for place, tensor in (*tensors, *frozen)
             if tensor is not None
         ]
@@ -71,9 +64,6 @@ class Guard:
                     " model other values than its parameters there; pass ahead=False to attach, or"
                     " write the parameter after the call"
                 )
-
-    def forget(self) -> None:
-        """Let go of the tensors of the last call."""
         self._watched.clear()
 
     def end(self) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.optim import Optimizer
 
 from sparcel.errors import InputError
 from sparcel.fsdp.groups import Group, Held, initialize
@@ -17,7 +17,7 @@ from sparcel.training import Ahead, Follower
 Outputs = tuple[Tensor, ...]
 
 
-class AheadShards:
+class AheadShards(Follower):
     """Lets a sharded model compute with moved values in training; the shards stay as they are.
 
     FSDP gathers a parameter when a pass needs it, and frees it afterwards. It gets the shards'
@@ -49,15 +49,11 @@ class AheadShards:
             ]
             self._hooks.append(module.register_forward_pre_hook(before, prepend=True))
             self._hooks.append(module.register_forward_hook(after, always_call=True))
-        self._follower = Follower(ahead)
-
-    def follow(self, optimizer: Optimizer) -> None:
-        """See `Follower.follow`."""
-        self._follower.follow(optimizer)
+        super().__init__(ahead)
 
     def end(self) -> None:
         """Let the model compute with its parameters, from now on."""
-        self._follower.end()
+        super().end()
         for hook in self._hooks:
             hook.remove()
         for gather in self._gathers:
@@ -103,7 +99,9 @@ class _Gather:
     def __init__(self, group: Group, ahead: Ahead) -> None:
         self.group, self._ahead = group, ahead
         self.extensions = [
-            (held, _Before(self, held), _after) for held in group.held if held.name in ahead.names
+            (held, partial(self._before, held), _after)
+            for held in group.held
+            if held.name in ahead.names
         ]
         self._is_moved = self._is_left = False
         """Whether the last gather got moved values, and whether they may be left by a pass."""
@@ -143,7 +141,7 @@ class _Gather:
         if self._is_left and self._is_moved != moved and self.group.is_gathered:
             self.group.reshard()
 
-    def values(self, held: Held) -> Tensor:
+    def _values(self, held: Held) -> Tensor:
         """Return what to gather of a parameter, with its padding."""
         if _in_backward():
             moves, decided_in = self._backward
@@ -162,30 +160,24 @@ class _Gather:
             self._backward = self._is_moved, self._ahead.steps
         return held.padded(moved)
 
-    @property
-    def _awaits_moved(self) -> bool:
-        """Whether a backward pass may follow that needs moved values."""
-        return self._backward == (True, self._ahead.steps)
-
-
-class _Before:
-    """What FSDP calls before it gathers a parameter."""
-
-    def __init__(self, gather: _Gather, held: Held) -> None:
-        self._gather, self._held = gather, held
-
     @torch.no_grad()
-    def __call__(
+    def _before(
         self,
+        held: Held,
         mesh: object,
         outer_size: torch.Size,
         outer_stride: tuple[int, ...],
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[Outputs, None]:
-        """Return what to gather, in the dtype to compute in."""
-        values = self._gather.values(self._held)
+        """Return what FSDP is to gather of a parameter, in the dtype to compute in."""
+        values = self._values(held)
         return (values.to(mp_policy.param_dtype or values.dtype),), None
+
+    @property
+    def _awaits_moved(self) -> bool:
+        """Whether a backward pass may follow that needs moved values."""
+        return self._backward == (True, self._ahead.steps)
 
 
 def _after(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -10,19 +10,22 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from sparcel.comm import Group
-from sparcel.errors import warn
+from sparcel.errors import warn_on_rank_0
 from sparcel.fsdp.ahead import AheadShards
 from sparcel.fsdp.groups import Parameters, groups_of, recover
 from sparcel.fsdp.hook import Hook
 from sparcel.fsdp.model import check_groups, checked_root, common_mesh, is_copied
 from sparcel.fsdp.ranks import Replicas, columns_of, group_of, group_of_all
-from sparcel.fsdp.unaveraged import unaveraged
-from sparcel.training import Averager, Policy, Shard
+from sparcel.training import Averager, Shard, Unaveraged
 from sparcel.training.following import watch_steps
+from sparcel.training.names import model_name
+
+_WAS_LATE = "was no part of the model when it was attached"
+_WAY_OUT = "apply fully_shard to it, close() the handle, attach again"
 
 
 class FSDPDriver:
-    """What an averager needs to know of a sharded model, and what starts it.
+    """What an averager needs to know of a sharded model, and what starts it: a `Driver`.
 
     Raises
     ------
@@ -32,32 +35,29 @@ class FSDPDriver:
     """
 
     rows: Collection[str] = ()
-    withhold_zeros = False
+    withhold_zeros: bool = False
 
     def __init__(self, model: object, replicate: Replicas, group: Group) -> None:
         self._model = root = checked_root(model)
         recover(root)
         self._groups = check_groups(groups_of(root))
         replicas = group_of(replicate)
-        self.parameters = Parameters(held for group in self._groups for held in group.held)
+        parameters = Parameters(held for group in self._groups for held in group.held)
         if replicas.size() == 1:
-            warn(
+            warn_on_rank_0(
                 "there is only one replica: nothing is exchanged, but a part of the gradients is"
                 " kept back; attach only where there are several replicas"
             )
-        mesh = common_mesh(self.parameters)
+        mesh = common_mesh(parameters)
         columns = columns_of(replicas, mesh)
         self.group = group_of_all(columns, replicas, mesh.device_type, group)
         number = next(n for n, ranks in enumerate(columns) if dist.get_rank() in ranks)
-        copied = frozenset(n for n, one in self.parameters.items() if is_copied(one, mesh))
-        self.shard = Shard(number, self.parameters, copied)
-        self.tensors: dict[str, Tensor] = {
-            name: whole.to_local().detach() for name, whole in self.parameters.items()
+        copied = frozenset(n for n, one in parameters.items() if is_copied(one, mesh))
+        self.shard: Shard | None = Shard(number, parameters, copied)
+        self.tensors: Mapping[str, Tensor] = {
+            name: whole.to_local().detach() for name, whole in parameters.items()
         }
-
-    def policy(self, policy: Policy) -> Policy:
-        """Return the user's policy, which is about whole parameters."""
-        return lambda name, _: policy(name, self.parameters[name])
+        self.parameters: Mapping[str, Tensor] = parameters
 
     def move_ahead(self, averager: Averager, names: Collection[str]) -> AheadShards:
         """Let the model compute with moved values of these parameters."""
@@ -68,7 +68,18 @@ class FSDPDriver:
     def start(self, averager: Averager) -> None:
         """Let the averager exchange gradients from now on."""
         averager.on_close(Hook(self._model, self._groups, averager).close)
-        averager.on_close(watch_steps(unaveraged(self._model, self._groups)))
+        known = self._known()
+        ignored = {  # FSDP was told of these, too: ignored_params
+            model_name(name)
+            for name, parameter in self._model.named_parameters()
+            if id(parameter) not in known
+        }
+        late = Unaveraged(self._model, self._known, ignored, _WAS_LATE, _WAY_OUT)
+        averager.on_close(watch_steps(late))
+
+    def _known(self) -> set[int]:
+        """Return the ids of the parameters of all groups, as they are now."""
+        return {id(one.parameter) for group in self._groups for one in (*group.held, *group.frozen)}
 
 
 def is_sharded(model: object) -> bool:

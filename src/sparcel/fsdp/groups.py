@@ -157,7 +157,8 @@ class Group:
     def adds_up(self) -> bool:
         """Whether gradients are to be added up now, over several passes, before they are averaged.
 
-        ``set_requires_all_reduce(False)`` asks for that.
+        ``set_requires_all_reduce(False)`` asks for that. FSDP calls the hook all the same, and the
+        gradients stay where it adds them up.
         """
         return not self._inner.all_reduce_grads
 
@@ -263,7 +264,8 @@ def recover(model: Any) -> None:
 def call_after_backward(model: nn.Module, call: Callable[[], None]) -> Callable[[], None]:
     """Call whenever FSDP has ended a backward pass; return what undoes that.
 
-    FSDP ends a pass in the outermost backward pass, where checkpoints run others inside of it.
+    FSDP ends a pass in the outermost backward pass, where checkpoints run others inside of it. It
+    reduces groups whose inputs need no gradient only then, and calls their hooks.
     """
     states = [one._get_fsdp_state() for one in model.modules() if isinstance(one, FSDPModule)]
 

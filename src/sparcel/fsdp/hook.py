@@ -20,7 +20,9 @@ class Hook:
     FSDP calls a hook with what a reduce-scatter returned, before it has made gradients of that: in
     another dtype, divided, added to those of passes before, or copied to the host. So a group is
     queued later, when the hook of the next group runs or the pass ends, from where its gradients
-    are; these become the updates in place. Gradients of steps before are set aside meanwhile.
+    are; these become the updates in place. The hook itself must not wait: on the CPU it would
+    block the backward pass. Gradients of steps before are set aside meanwhile, because FSDP would
+    add to them what is not averaged yet. So those that are there now are those of this pass.
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[Group], averager: Averager) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from sparcel._checks import check_type
-from sparcel.errors import InputError, warn
+from sparcel.errors import InputError, warn_on_rank_0
 from sparcel.fsdp.groups import Group
 from sparcel.fsdp.hook import GroupHook
 from sparcel.fsdp.ranks import MESH
@@ -78,7 +78,7 @@ def check_groups(modules: Sequence[Sequence[Group]]) -> list[Group]:
                 " after its parameters were initialised or loaded"
             )
     if any(group.has_divisor for group in groups):
-        warn(
+        warn_on_rank_0(
             "set_gradient_divide_factor(f) divides the sums over shards, and sparcel averages over"
             " the replicas; for the gradients that HSDP has, give f / replicas"
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Unpack
 
 from sparcel._checks import check_type
-from sparcel.errors import InputError, known, warn
+from sparcel.errors import InputError, known, warn_on_rank_0
 from sparcel.formats import Format
 from sparcel.rates import Rates
 from sparcel.schemes.auto import Auto
@@ -170,7 +170,7 @@ def scheme(name: str | None = None, **settings: Unpack[Settings]) -> Scheme:
     format = getattr(made, "format", None)
     rounds = isinstance(format, Format) and format.loses
     if settings.get("density") == 1 and not rounds:
-        warn(
+        warn_on_rank_0(
             "density=1 sends the whole gradient; for 1 % pass density=0.01, and for the whole"
             ' gradient the scheme "dense"'
         )

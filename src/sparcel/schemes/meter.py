@@ -1,9 +1,10 @@
-"""What a step costs a rank: counted, timed, and named in profiles."""
+"""What steps cost a rank: counted, timed, and named in profiles."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from time import perf_counter
 from typing import Any
 
@@ -13,26 +14,69 @@ from sparcel.profiling import profiled
 
 
 @dataclass
-class Meter:
-    """Counters and times of this rank, summed over steps.
+class Costs:
+    """What some steps have cost on this rank, small tensors and sparse gradients included.
 
-    ``coordinates`` counts those of the whole vectors, ``asked`` those that the density asks for,
-    ``selected`` those that this rank sent, and ``reduced`` those of the sums. ``magnitude`` is the
-    sum of |x| over what left this rank's memory, less that over what came back to it or arrived.
-    On a GPU it stays there.
-    ``flushed`` is that part of it that a switch of the scheme made leave.
-    ``dense_bytes`` are what a dense exchange would have sent; the driver of the step counts them.
+    A scheme adds to the costs of its step while the step runs. Statistics are sums of steps.
+
+    Attributes
+    ----------
+    steps
+        How many steps these are. Those that a gradient with NaN or Inf made void count too.
+    messages_sent, bytes_sent, bytes_received
+        What the communicator of the exchange counted during these steps.
+    dense_bytes
+        Bytes that this rank would have sent for the same gradients by a ring all-reduce:
+        2(P−1)/P times the bytes of the gradients in their own dtype.
+    coordinates, asked, selected, reduced
+        Coordinates of the gradients; those among them that the densities ask for, that this rank
+        sent, and that the updates had. Small tensors count as sent whole. Of a sparse gradient,
+        as embeddings make it, the rows that were used count as sent.
+    magnitude
+        The sum of ``|x|`` over what left this rank's memory, less that over what came back to it or
+        arrived from other ranks. While a step runs on a GPU, it is there.
+    flushed
+        What is in ``magnitude`` because the scheme was switched to one without memory: see
+        `Handle.switch`.
+    select_seconds, communicate_seconds
+        Time spent selecting and exchanging; it may overlap with computation. An exchange includes
+        waiting for slower ranks, and the second selection of `oktopk`.
     """
 
+    steps: int = 0
+    messages_sent: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    dense_bytes: int = 0
     coordinates: int = 0
     asked: int = 0
     selected: int = 0
     reduced: int = 0
     magnitude: float | Tensor = 0.0
     flushed: float = 0.0
-    dense_bytes: int = 0
     select_seconds: float = 0.0
     communicate_seconds: float = 0.0
+
+    @property
+    def compression(self) -> float:
+        """How many times fewer bytes were sent than a dense exchange would have sent.
+
+        NaN if nothing was sent.
+        """
+        return self.dense_bytes / self.bytes_sent if self.bytes_sent else float("nan")
+
+    @property
+    def density_before(self) -> float:
+        """The share of all coordinates that this rank sent."""
+        return self.selected / max(1, self.coordinates)
+
+    @property
+    def density_after(self) -> float:
+        """The share of all coordinates that the updates had."""
+        return self.reduced / max(1, self.coordinates)
+
+    def __add__(self, other: Costs) -> Costs:
+        return Costs(*(mine + theirs for mine, theirs in zip(_all(self), _all(other), strict=True)))
 
     def count_whole(self, coordinates: int) -> None:
         """Add coordinates that all ranks send whole."""
@@ -55,13 +99,19 @@ class Meter:
         return _Block(self, "communicate_seconds", "exchange")
 
 
+_all = attrgetter(*(field.name for field in fields(Costs)))
+
+Meter = Costs
+"""The name that schemes have for the costs of the step that runs."""
+
+
 class _Block(AbstractContextManager[None]):
-    """A block whose time is added to one of a meter's times, unless it raises."""
+    """A block whose time is added to one of the costs, unless it raises."""
 
-    __slots__ = ("_meter", "_profiled", "_start", "_time")
+    __slots__ = ("_costs", "_profiled", "_start", "_time")
 
-    def __init__(self, meter: Meter, time: str, name: str) -> None:
-        self._meter, self._time, self._profiled = meter, time, profiled(name)
+    def __init__(self, costs: Costs, time: str, name: str) -> None:
+        self._costs, self._time, self._profiled = costs, time, profiled(name)
 
     def __enter__(self) -> None:
         self._start = perf_counter()
@@ -71,4 +121,4 @@ class _Block(AbstractContextManager[None]):
         self._profiled.__exit__(*error)
         if error[0] is None:
             spent = perf_counter() - self._start
-            setattr(self._meter, self._time, getattr(self._meter, self._time) + spent)
+            setattr(self._costs, self._time, getattr(self._costs, self._time) + spent)

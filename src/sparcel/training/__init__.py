@@ -1,21 +1,25 @@
 """Named tensors in, updates out, all or nothing: what the drivers of all wrappers share."""
 
-from sparcel.training.ahead import Ahead
+from sparcel.schemes.meter import Costs
+from sparcel.training.ahead import Ahead, Arrange
 from sparcel.training.averager import Averager
 from sparcel.training.carrier import Carrier
+from sparcel.training.driver import Driver
 from sparcel.training.following import Follower
 from sparcel.training.handle import Handle
-from sparcel.training.phase import Phase
 from sparcel.training.policy import Policy, Scope, stays_dense
-from sparcel.training.schedule import Schedule
+from sparcel.training.schedule import Phase, Schedule
 from sparcel.training.shard import Shard
-from sparcel.training.stats import Costs, Stats
+from sparcel.training.stats import Stats
+from sparcel.training.unaveraged import Unaveraged
 
 __all__ = [
     "Ahead",
+    "Arrange",
     "Averager",
     "Carrier",
     "Costs",
+    "Driver",
     "Follower",
     "Handle",
     "Phase",
@@ -24,5 +28,6 @@ __all__ = [
     "Scope",
     "Shard",
     "Stats",
+    "Unaveraged",
     "stays_dense",
 ]

@@ -13,13 +13,7 @@ def poisoned(rows: Tensor) -> Tensor:
     indices, values = rows.indices(), rows.values()
     if not indices.numel() and rows.shape[0]:
         indices, values = indices.new_zeros(1, 1), values.new_zeros(1, *rows.shape[1:])
-    return torch.sparse_coo_tensor(
-        indices,
-        torch.full_like(values, math.nan),
-        rows.shape,
-        is_coalesced=True,
-        check_invariants=False,
-    )
+    return coalesced(indices[0], torch.full_like(values, math.nan), rows.shape)
 
 
 def coalesced(indices: Tensor, rows: Tensor, shape: torch.Size) -> Tensor:

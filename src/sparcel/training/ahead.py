@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sparcel import kernels
-from sparcel.errors import warn
+from sparcel.errors import warn_on_rank_0
 from sparcel.optim import SaysTwoSteps
 from sparcel.optim.two_steps import adam_move, muon_two_steps, sgd_two_steps
 from sparcel.schemes import Scheme
@@ -76,7 +76,10 @@ class Ahead:
     ) -> None:
         self.parameters, self.names = parameters, frozenset(parameters)
         self._residuals, self._arrange = residuals, arrange
-        self._owners = _Owners()
+        self._owners: dict[int, tuple[Optimizer, Mapping[str, Any]]] = {}
+        """The optimiser that updates a parameter, and its group there, by the parameter's id."""
+        self._sizes: list[tuple[int, int]] = []
+        """The groups in which these were found, by their ids, and how many parameters they had."""
         self._rules: dict[Optimizer, Rule] = {}
         """The optimisers whose rule is known, each with its rule."""
         self._staying: set[str] = set()
@@ -107,7 +110,7 @@ class Ahead:
             self._rules[optimizer] = rule
             self._staying.difference_update(names)
             if isinstance(optimizer, torch.optim.Muon) and _selects(self._residuals.template):
-                warn(
+                warn_on_rank_0(
                     f"Muon updates {names[0]!r}, and loses accuracy where ranks send a selection:"
                     " in a recorded task perplexity ended 5 % above dense training's, and 1 % above"
                     " where all was sent in 4 bits, as attach(model, density=1) does without a name"
@@ -132,7 +135,7 @@ class Ahead:
         if not self._residuals.kinds:
             return
         for kind, name in self._unknown.items():
-            warn(
+            warn_on_rank_0(
                 f"step-ahead knows how SGD, Adam, AdamW, Muon, LARS and LAMB move a parameter, and"
                 f" {kind} updates {name!r}; gradients are computed without it, which costs"
                 " accuracy at low densities; a method two_steps, as sparcel.optim.SaysTwoSteps has"
@@ -164,69 +167,47 @@ class Ahead:
         """Return what `moved` returns, but tensors that no gradients flow through."""
         if not self._residuals.owed_kinds:
             return {}
-        owners = self._owners.of(self._rules)
+        self._find_owners()
         names = self.parameters if names is None else names
         here: dict[str, Tensor] = {
             name: _local(self.parameters[name]) for name in names if name not in self._staying
         }
-        moves: dict[str, Move] = {}
-        for name, values in here.items():
-            move = self._move(name, values, owners.get(id(self.parameters[name])))
-            if move is not None:
-                moves[name] = move
-        moved = kernels.moved([here[name] for name in moves], list(moves.values()))
-        there = dict(zip(moves, moved, strict=True))
-        return {
-            name: there[name] if name in there else values.detach().clone()
-            for name, values in here.items()
-        }
+        moves = {name: self._move(name, values) for name, values in here.items()}
+        moving = {name: move for name, move in moves.items() if move is not None}
+        moved = kernels.moved([here[name] for name in moving], list(moving.values()))
+        copies = {name: here[name].detach().clone() for name, move in moves.items() if move is None}
+        return copies | dict(zip(moving, moved, strict=True))
 
-    def _move(
-        self, name: str, values: Tensor, updated_by: tuple[Optimizer, Mapping[str, Any]] | None
-    ) -> Move | None:
-        memory = self._residuals.of(name).get("memory")
-        if memory is None or updated_by is None:
-            return None
-        optimizer, group = updated_by
-        state = optimizer.state.get(self.parameters[name], {})
-        return _two_steps(
-            self._rules[optimizer],
-            self._arrange(memory, values),
-            self._residuals.momentum,
-            {**group, "shape": self.parameters[name].shape},
-            {key: _local(value) for key, value in state.items()},
-        )
+    def _find_owners(self) -> None:
+        """Find which optimiser updates a parameter, unless all groups are as they were.
 
-
-class _Owners:
-    """Which optimiser updates a parameter, with the settings of its group."""
-
-    def __init__(self) -> None:
-        self._seen: list[tuple[list[Any], list[int]]] = []
-        self._found: dict[int, tuple[Optimizer, Mapping[str, Any]]] = {}
-
-    def of(
-        self, optimizers: Iterable[Optimizer]
-    ) -> Mapping[int, tuple[Optimizer, Mapping[str, Any]]]:
-        """Return them by the id of the parameter, as they are now: loading a state replaces them.
-
-        Drivers ask for one parameter after another, so what was found is kept while the groups are
-        the same lists, of the same lengths.
+        Drivers ask for one parameter after another. Loading a state replaces the groups.
         """
-        lists = [optimizer.param_groups for optimizer in optimizers]
-        seen = [(groups, [len(group["params"]) for group in groups]) for groups in lists]
-        if len(seen) != len(self._seen) or any(
-            mine is not theirs or lengths != before
-            for (mine, lengths), (theirs, before) in zip(seen, self._seen, strict=True)
-        ):
-            self._seen = seen
-            self._found = {
-                id(parameter): (optimizer, group)
-                for optimizer in optimizers
-                for group in optimizer.param_groups
-                for parameter in group["params"]
-            }
-        return self._found
+        owners = [(one, group) for one in self._rules for group in one.param_groups]
+        sizes = [(id(group), len(group["params"])) for _, group in owners]
+        if sizes != self._sizes:
+            self._sizes = sizes
+            self._owners = {id(one): owner for owner in owners for one in owner[1]["params"]}
+
+    def _move(self, name: str, values: Tensor) -> Move | None:
+        """Return how two steps with this memory move a parameter; None if it stays.
+
+        If the scheme corrects a momentum, which the optimiser then lacks, the memory is a sum of
+        velocities, 1/(1 − momentum) times as long as one of gradients.
+        """
+        parameter, corrected = self.parameters[name], self._residuals.template.momentum
+        memory, owner = self._residuals.of(name).get("memory"), self._owners.get(id(parameter))
+        if memory is None or owner is None:
+            return None
+        optimizer, group = owner
+        settings = {
+            **group,
+            "shape": parameter.shape,
+            "lr": float(group["lr"]) * (1 - corrected) * (-1 if group.get("maximize") else 1),
+            "momentum": corrected or group.get("momentum", 0.0),
+        }
+        state = {key: _local(one) for key, one in optimizer.state.get(parameter, {}).items()}
+        return self._rules[optimizer](self._arrange(memory, values), settings, state)
 
 
 def _selects(scheme: Scheme) -> bool:
@@ -253,26 +234,6 @@ def _like(values: Tensor, moved: Tensor) -> Tensor:
     standing: Tensor = torch.ops.aten._unsafe_view(values, values.shape)
     standing.data = moved
     return standing
-
-
-def _two_steps(
-    rule: Rule,
-    memory: Tensor,
-    corrected: float,
-    group: Mapping[str, Any],
-    state: Mapping[str, Any],
-) -> Move:
-    """Return how two steps with this memory move a parameter.
-
-    ``corrected`` is the momentum that the scheme corrects, and the optimiser lacks: the memory is
-    then a sum of velocities, 1/(1 − momentum) times as long as one of gradients.
-    """
-    settings = {
-        **group,
-        "lr": float(group["lr"]) * (1 - corrected) * (-1 if group.get("maximize") else 1),
-        "momentum": corrected or group.get("momentum", 0.0),
-    }
-    return rule(memory, settings, state)
 
 
 def _rule_of(optimizer: Optimizer) -> Rule | None:

@@ -10,30 +10,27 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sparcel import cost
 from sparcel._checks import flag
 from sparcel.comm import Group, Job
 from sparcel.errors import CommunicationError, InputError, known
 from sparcel.memory import Range
 from sparcel.rates import Rates
 from sparcel.schemes import Scheme
-from sparcel.side_stream import refuse_capture, used_here
+from sparcel.side_stream import refuse_capture
 from sparcel.training.ahead import Ahead, Arrange, in_order
 from sparcel.training.carrier import Carrier, check_carrier, connected
 from sparcel.training.checks import (
-    check_alike,
     check_arguments,
     check_device,
     check_gradient,
     check_gradients,
-    check_nodes,
-    check_rates,
     check_vector,
     device_of,
 )
 from sparcel.training.handle import Handle
 from sparcel.training.layout import Queued
 from sparcel.training.policy import Policy, Scope, stays_dense, treat
+from sparcel.training.ranks import Ranks
 from sparcel.training.residuals import Residuals
 from sparcel.training.session import Session
 from sparcel.training.shard import Shard
@@ -140,38 +137,25 @@ class Averager:
         everyone, owned = connected(group, device_of(tensors), carrier)
         try:
             comm = everyone if shard is None else everyone.split(shard.number)
+            ranks = Ranks(comm, everyone, shard, owned)
             device = check_device(tensors, comm)
             if rates == "measure" and everyone.size == 1:
                 rates = None  # one rank exchanges nothing
             given = "measure" if rates == "measure" else rates is not None
             settings = (scaler is not None, given, frontload, carrier)
-            check_alike(everyone, comm, template, settings, treatment)
+            ranks.check_alike(template, settings, treatment)
             check_carrier(carrier, comm)
             if rates is not None:
-                everyone.rates = cost.rates_for(everyone, rates)
-                check_rates(everyone)
-                if shard is not None:  # ranks of other shards use the same links at the same time
-                    comm.rates = everyone.rates.across_nodes()
-            check_nodes(template, comm)
+                ranks.take_rates(rates)
+            ranks.connect_nodes(template)
         except Exception:
             if owned is not None:
                 owned.close()
             raise
         residuals = Residuals(template, treatment.memory_dtype)
         self._session = Session(
-            comm,
-            everyone,
-            owned,
-            shard,
-            device,
-            residuals,
-            treatment,
-            scaler,
-            frontload,
-            withhold_zeros,
+            ranks, device, scaler, frontload, withhold_zeros, treatment, residuals
         )
-        self._step: Transaction | None = None
-        """The step that is being queued."""
         self.handle = Handle(self._session)
         """Tells what the steps have cost, saves and loads what is remembered, and ends it all."""
 
@@ -197,14 +181,14 @@ class Averager:
         CommunicationError
             On all ranks, when the exchange fails; the memory is as it was before.
         """
-        it = self._session
-        check_gradients(gradients, it.treatment)
-        if self._step is not None:
+        treatment = self._session.treatment
+        check_gradients(gradients, treatment)
+        if self._session.step is not None:
             raise InputError("tensors are queued already; finish() that step before average()")
         updates: dict[str, Tensor] = {}
         by_dtype: dict[torch.dtype, list[str]] = {}
-        for name in it.treatment.tensors:  # in an order that all ranks share
-            if name in it.treatment.rows:
+        for name in treatment.tensors:  # in an order that all ranks share
+            if name in treatment.rows:
                 self.queue_rows(name, gradients[name].detach())
             else:
                 by_dtype.setdefault(gradients[name].dtype, []).append(name)
@@ -254,8 +238,7 @@ class Averager:
 
     def queue_rows(self, name: str, gradient: Tensor) -> None:
         """Queue the exchange of a sparse gradient (COO, one sparse dimension), as `queue` does."""
-        it = self._session
-        check_gradient(name, gradient, it.treatment)
+        check_gradient(name, gradient, self._session.treatment)
         self._open([name]).queue_rows(name, gradient)
 
     def finish(self) -> dict[str, Tensor]:
@@ -273,18 +256,14 @@ class Averager:
         CommunicationError and others
             What the first failing exchange raised; the memory is as it was before the step.
         """
-        it = self._session
-        step, self._step, it.queueing = self._step, None, False
+        session = self._session
+        step, session.step = session.step, None
         if step is None:
             raise InputError("the step has no tensors; call queue() before finish()")
         step.end()
         if step.finite:
-            flushed = it.residuals.commit(step.begun, step.left, step.will_owe)
-            step.meter.count_flushed(flushed)
-            # Jobs made the memory on their stream of a GPU, and this thread reads it on its own.
-            for scheme, _ in step.begun:
-                used_here(*scheme.coordinates().values())
-        it.account(step.costs(), step.finite)
+            step.commit()
+        session.tally.count(step.costs, step.finite)
         return step.rows
 
     def ahead(
@@ -318,15 +297,15 @@ class Averager:
         SparcelWarning
             For an optimiser whose steps are not known, whose parameters are not moved.
         """
-        it = self._session
-        if it.ahead is not None:
+        session = self._session
+        if session.ahead is not None:
             raise InputError("the parameters of this exchange are moved ahead already")
         for name in parameters:
-            known(name, it.treatment.tensors, "the name of a tensor to move ahead")
-        it.ahead = Ahead(parameters, it.residuals, arrange)
+            known(name, session.treatment.tensors, "the name of a tensor to move ahead")
+        session.ahead = ahead = Ahead(parameters, session.residuals, arrange)
         if optimizer is not None:
-            it.ahead.follow(optimizer)
-        return it.ahead
+            ahead.follow(optimizer)
+        return ahead
 
     def on_close(self, undo: Callable[[], None]) -> None:
         """Let `Handle.close` undo what a driver has done to the user's objects."""
@@ -334,10 +313,11 @@ class Averager:
 
     def _open(self, names: Iterable[str]) -> Transaction:
         """Return the step that is being queued, with these tensors added to it."""
-        if self._session.closed:
+        session = self._session
+        if session.closed:
             raise CommunicationError("the averager was closed; make a new one to exchange more")
-        refuse_capture(self._session.device)
-        self._step = self._step or Transaction(self._session)
-        self._step.include(names)
-        self._session.queueing = True
-        return self._step
+        refuse_capture(session.device)
+        step = session.step or Transaction(session)
+        step.include(names)
+        session.step = step
+        return step

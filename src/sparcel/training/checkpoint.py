@@ -15,8 +15,8 @@ from sparcel.memory import saturate
 from sparcel.training._saved import LAYOUT, Entry, key_of, read
 from sparcel.training.flush import FLUSH_STEPS
 from sparcel.training.layout import Position
+from sparcel.training.ranks import Ranks
 from sparcel.training.residuals import Residuals
-from sparcel.training.shard import Shard
 
 _SUMS_OF_VELOCITIES = (
     "the state has velocities: its memory is a sum of velocities, and a scheme without memory can"
@@ -28,12 +28,7 @@ _NAMED_FAULTS = 3
 
 
 def collect(
-    residuals: Residuals,
-    tensors: Mapping[str, Tensor],
-    rank: int,
-    ranks: int,
-    saved_by: int,
-    shard: Shard | None,
+    residuals: Residuals, tensors: Mapping[str, Tensor], ranks: Ranks, saved_by: int
 ) -> dict[str, Tensor]:
     """Return copies of what this rank remembers, with room for what it inherits.
 
@@ -41,8 +36,9 @@ def collect(
     ``tensors`` are those that schemes with memory make sparse, here and below.
     """
     kinds, saved_by = residuals.owed_kinds, whole_number(saved_by, "saved_by", at_least=1)
+    rank, shard = ranks.comm.rank, ranks.shard
     state = _common(residuals, tensors if shard is None else {}, saved_by)
-    for old_rank in _inherited(rank, ranks, saved_by):
+    for old_rank in range(rank, saved_by, ranks.comm.size):
         for name, tensor in tensors.items():
             dtype = residuals.dtype_of(tensor)
             parts = residuals.of(name) if old_rank == rank else {}
@@ -75,8 +71,8 @@ def gather(
             arrived = comm.exchange(sends, dict.fromkeys(others, at_most))
             if comm.rank == 0:
                 parts = [own, *(arrived[rank].view(own.dtype) for rank in others)]
-                for rank, whole in enumerate(parts):
-                    found = whole if whole.numel() else _zeros(tensor, dtype)
+                for rank, owed in enumerate(parts):
+                    found = owed if owed.numel() else _zeros(tensor, dtype)
                     state[key_of(kind, rank, name)] = found.cpu()
     return state
 
@@ -85,18 +81,17 @@ def load(
     state: Mapping[str, Tensor],
     residuals: Residuals,
     tensors: Mapping[str, Tensor],
-    rank: int,
-    ranks: int,
+    ranks: Ranks,
     strict: bool,
-    shard: Shard | None,
 ) -> None:
     """Let the residuals go on from a state: sums over the inherited ranks, by name.
 
     The state may be that of another scheme. A scheme without memory flushes what it owes. All is
     checked first, and nothing changes if it is refused.
     """
-    saved = read(state, tensors, ranks, shard)
-    inherited, faults = _inherited(rank, ranks, saved.ranks), saved.faults
+    rank, size = ranks.comm.rank, ranks.comm.size
+    saved = read(state, tensors, size, ranks.shard)
+    inherited, faults = range(rank, saved.ranks, size), saved.faults
     entries = [entry for entry in saved.entries if entry.rank in inherited]
     found = {(entry.rank, entry.name) for entry in entries if entry.kind == "memory"}
     owing = {name for _, name in found}
@@ -112,7 +107,7 @@ def load(
         # Not of what this rank takes over alone: others may owe something, and all must know.
         flush = FLUSH_STEPS if residuals.kinds or saved.entries else 0
     if flush:  # otherwise nothing was owed
-        faults += _missing(inherited, found, tensors, rank, ranks)
+        faults += _missing(inherited, found, tensors, rank, size)
     if faults and strict:
         raise InputError(faults[0])
     if faults:
@@ -134,8 +129,8 @@ def _sums(
         part = part.to(like.device, residuals.dtype_of(like), copy=kind not in parts)
         parts[kind] = parts[kind].add_(part) if kind in parts else part
     for name, parts in sums.items():
-        for kind, whole in parts.items():
-            if not all_finite(whole):
+        for kind, total in parts.items():
+            if not all_finite(total):
                 keys = [repr(one.key) for one in entries if (one.name, one.kind) == (name, kind)]
                 raise InputError(
                     f"the state's {' + '.join(keys)} must be finite, got NaN or Inf, which would"
@@ -165,11 +160,6 @@ def _common(
     return state
 
 
-def _inherited(rank: int, ranks: int, saved_by: int) -> range:
-    """Return the old ranks whose residuals become this rank's."""
-    return range(rank, saved_by, ranks)
-
-
 def _zeros(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what a rank remembers of a tensor before its first step."""
     return torch.zeros_like(tensor, dtype=dtype).flatten()
@@ -180,7 +170,7 @@ def _missing(
     found: set[tuple[int, str]],
     tensors: Mapping[str, Tensor],
     rank: int,
-    ranks: int,
+    size: int,
 ) -> list[str]:
     """Say what this rank takes over and the state does not hold."""
     present = {old for old, _ in found}
@@ -189,7 +179,7 @@ def _missing(
         more = ", …" if len(inherited) - len(present) > len(nothing) else ""
         return [
             f"the state holds nothing of the old ranks [{', '.join(map(str, nothing))}{more}],"
-            f" which rank {rank} of now {ranks}"
+            f" which rank {rank} of now {size}"
             " takes over; let torch.distributed.checkpoint load into state_dict(saved_by=…), or"
             " save full_state_dict(), or give rank r what ranks r, r+P, … saved"
         ]

@@ -1,4 +1,4 @@
-"""What tensors and ranks have to agree on before and in every step."""
+"""What arguments, tensors and gradients have to be like."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sparcel._checks import check_callable, check_type
-from sparcel.comm import Communicator, digest
-from sparcel.errors import InputError, MismatchError
+from sparcel.comm import Communicator
+from sparcel.errors import InputError
 from sparcel.memory import Range
 from sparcel.rates import Rates
 from sparcel.schemes import Scheme
@@ -74,45 +74,6 @@ def check_device(tensors: Mapping[str, Tensor], comm: Communicator) -> torch.dev
     return device
 
 
-def check_alike(
-    everyone: Communicator,
-    comm: Communicator,
-    scheme: Scheme,
-    settings: tuple[object, ...],
-    treatment: Treatment,
-) -> None:
-    """Compare what the ranks average, because ranks that differ would hang or misread each other.
-
-    Parameters
-    ----------
-    everyone, comm
-        See `Session`: the shapes of shards are the same on the ranks that average them.
-    scheme, settings
-        The scheme, and whatever else the ranks must be told alike.
-
-    Raises
-    ------
-    MismatchError
-        On all ranks, when schemes, settings or tensors differ.
-    """
-    layout = [
-        (name, tensor.dtype, name in treatment.eligible, name in treatment.rows)
-        for name, tensor in treatment.tensors.items()
-    ]
-    shapes = [tensor.shape for tensor in treatment.tensors.values()]
-    densities = sorted(treatment.own_densities.items())
-    same = repr((scheme, settings, layout, densities, treatment.scope))
-    others = _ranks_with_other(same, everyone) + _ranks_with_other(repr(shapes), comm)
-    if any(everyone.run(lambda: everyone.gather_numbers(len(others)))):
-        found = f"ranks {others} average" if others else "ranks of another shard average"
-        raise MismatchError(
-            f"{found} something else than rank {comm.rank}, which has {scheme}"
-            f" for {len(treatment.tensors)} tensors, {len(treatment.small)} of them small, and"
-            f" scope {treatment.scope!r}; give every rank the same scheme, settings, policy,"
-            " densities, scope, carrier and tensors, and a scaler and rates to all or to none"
-        )
-
-
 def check_switch(before: Scheme, after: Scheme) -> None:
     """Raise `InputError` unless what one scheme remembers means the same to another."""
     if before.momentum != after.momentum:
@@ -121,42 +82,6 @@ def check_switch(before: Scheme, after: Scheme) -> None:
             f" {after.momentum:g}: memory is a sum of velocities or of gradients, and the"
             " optimiser's momentum has to fit; switch between schemes of the same momentum"
         )
-
-
-def check_nodes(scheme: Scheme, comm: Communicator) -> None:
-    """Connect the nodes that a scheme needs; all ranks call.
-
-    Raises
-    ------
-    InputError
-        On all ranks, when nodes have different numbers of ranks. Others can be asked for then:
-        only an error that leaves a job ends the communicator.
-    """
-
-    def connect() -> InputError | None:
-        try:
-            scheme.connect(comm)
-        except InputError as error:
-            return error
-        return None
-
-    if (refusal := comm.run(connect)) is not None:
-        raise refusal
-
-
-def check_rates(comm: Communicator) -> None:
-    """Raise `MismatchError` on all ranks unless their communicators have the same rates."""
-    assert comm.rates is not None, "they were given"
-    if others := _ranks_with_other(comm.rates.to_json(), comm):
-        raise MismatchError(
-            f"ranks {others} have other rates than rank {comm.rank}; give all ranks the same file"
-        )
-
-
-def _ranks_with_other(facts: str, comm: Communicator) -> list[int]:
-    """Return the ranks whose facts differ from this rank's; all ranks call."""
-    digests = comm.run(lambda: comm.gather_numbers(digest(facts, 56)))
-    return [rank for rank, other in enumerate(digests) if other != digests[comm.rank]]
 
 
 def check_vector(vector: Tensor, places: Mapping[str, Range]) -> None:
@@ -189,16 +114,14 @@ def check_gradient(name: str, gradient: Tensor, treatment: Treatment) -> None:
     """Raise `InputError` unless a gradient is like the tensor that it is to update."""
     treatment.check_known(name)
     check_type(gradient, Tensor, f"the gradient {name!r}")
-    tensor, in_rows = treatment.tensors[name], name in treatment.rows
-    if (gradient.shape, gradient.dtype, gradient.device, gradient.is_sparse) != (
-        tensor.shape,
-        tensor.dtype,
-        tensor.device,
-        in_rows,
-    ):
+    expected = _described(treatment.tensors[name], name in treatment.rows)
+    if (found := _described(gradient, gradient.is_sparse)) != expected:
         raise InputError(
-            f"the gradient {name!r} must be {'sparse' if in_rows else 'dense'} {tensor.dtype}"
-            f" of shape {tuple(tensor.shape)} on {tensor.device}, got"
-            f" {'sparse' if gradient.is_sparse else 'dense'} {gradient.dtype} of shape"
-            f" {tuple(gradient.shape)} on {gradient.device}; name sparse gradients in rows="
+            f"the gradient {name!r} must be {expected}, got {found}; name sparse gradients in rows="
         )
+
+
+def _described(tensor: Tensor, sparse: bool) -> str:
+    """Return what has to be the same of a gradient and its tensor."""
+    kind = "sparse" if sparse else "dense"
+    return f"{kind} {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"

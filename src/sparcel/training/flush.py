@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from sparcel.comm import Call, Communicator
 from sparcel.device import read
 from sparcel.memory import Range
 from sparcel.training.layout import Piece
+from sparcel.training.ranks import Ranks
 
 FLUSH_STEPS = 16
 """Over how many steps memory is flushed."""
@@ -56,7 +56,7 @@ class Flush:
                 left[piece.name] = rest.sub_(gradient).div_(scale).add_(owed)
         return left
 
-    def will_owe(self, left: Mapping[str, Tensor], comm: Communicator) -> bool:
+    def will_owe(self, left: Mapping[str, Tensor], ranks: Ranks) -> bool:
         """Return whether some rank may owe something after this step.
 
         All ranks call, inside a job. Only the last step asks them.
@@ -64,7 +64,7 @@ class Flush:
         if not self.pending or self.steps > 1:
             return self.pending
         kept = len(self.owed.keys() - left.keys())
-        return any(comm.call(Call.of("flush", {}), lambda: comm.gather_numbers(kept)))
+        return any(ranks.tell("flush", kept))
 
     def commit(self, left: Mapping[str, Tensor], pending: bool) -> float:
         """Let a step take effect, and return by how much the sum of what is owed shrank, in |x|.

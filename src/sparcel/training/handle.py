@@ -14,9 +14,10 @@ from sparcel.comm import Call
 from sparcel.cost import default_rates
 from sparcel.device import read
 from sparcel.errors import CommunicationError, InputError
-from sparcel.schemes import Scheme, Settings, chosen_scheme
+from sparcel.schemes import Bidirectional, Scheme, Settings, chosen_scheme
+from sparcel.schemes.bidirectional import RETURNED
 from sparcel.training import checkpoint
-from sparcel.training.checks import check_nodes, check_switch
+from sparcel.training.checks import check_switch
 from sparcel.training.session import Session
 from sparcel.training.stats import Stats
 
@@ -31,24 +32,27 @@ class Handle:
         self._session = session
 
     def __repr__(self) -> str:
-        it = self._session
-        costs, flush = it.total, it.residuals.flush
+        session, tally = self._session, self._session.tally
+        costs, last, flush = tally.total, tally.last, session.residuals.flush
         sent = ""
         if costs.bytes_sent:
             mean = costs.bytes_sent / costs.steps / 1e6
             sent = f", {mean:.3g} MB sent in each, {costs.compression:.3g} times less than dense"
-            sent += f"; in the last step {it.last.compression:.3g} times"
-            mean, last = (100 * one.asked / max(1, one.coordinates) for one in (costs, it.last))
-            sent += f"; asked for {mean:.3g} % of the coordinates, {last:.3g} % in the last step"
-        method = f"{self.scheme}"
-        if it.treatment.scope == "model":
+            sent += f"; in the last step {last.compression:.3g} times"
+            mean, now = (100 * one.asked / max(1, one.coordinates) for one in (costs, last))
+            sent += f"; asked for {mean:.3g} % of the coordinates, {now:.3g} % in the last step"
+        method, comm = f"{self.scheme}", session.ranks.comm
+        if isinstance(self.scheme, Bidirectional) and self.scheme.returned is None:
+            back = min(1.0, RETURNED * self.scheme.density)
+            method += f", which returns {100 * back:.3g} % of the sums,"
+        if session.treatment.scope == "model":
             method += " over the whole model"
         if flush.owed:
             method += f", which flushes memory for {flush.steps} more steps,"
         return (
-            f"<{method} on {it.comm.size} ranks over {it.comm.carrier};"
-            f" tensors: {it.treatment.described()}; steps: {costs.steps}{sent}"
-            f"{'; closed' if it.closed else ''}>"
+            f"<{method} on {comm.size} ranks over {comm.carrier};"
+            f" tensors: {session.treatment.described()}; steps: {costs.steps}{sent}"
+            f"{'; closed' if self.closed else ''}>"
         )
 
     @property
@@ -85,13 +89,13 @@ class Handle:
 
     def stats(self) -> Stats:
         """Return what the steps have cost so far; the counts are this rank's."""
-        it = self._session
+        session, tally = self._session, self._session.tally
         return Stats(
-            **vars(it.total),
-            training_steps=it.residuals.steps,
-            void_steps=it.void_steps,
-            last=it.last,
-            rates=(it.comm.rates or default_rates()).description,
+            **vars(tally.total),
+            training_steps=session.residuals.steps,
+            void_steps=tally.void_steps,
+            last=tally.last,
+            rates=(session.ranks.comm.rates or default_rates()).description,
         )
 
     def memory_norm(self) -> float:
@@ -115,21 +119,17 @@ class Handle:
 
         Source: J. D. C. Little, "A Proof for the Queuing Formula: L = λW", 1961.
         """
-        waiting, taken = self._owed_magnitude(), self._session.taken
+        sums = [torch.linalg.vector_norm(part, 1) for part in self._memories()]
+        waiting = sum(read(torch.stack(sums)).tolist()) if sums else 0.0
+        taken = self._session.tally.taken
         if waiting == 0:
             return 0.0
         return waiting / taken if taken > 0 else math.nan
 
-    def _owed_magnitude(self) -> float:
-        """Return the sum of ``|memory|``, of what this rank owes."""
-        sums = [torch.linalg.vector_norm(part, 1) for part in self._memories()]
-        found: list[float] = read(torch.stack(sums)).tolist() if sums else []
-        return sum(found)
-
     def _memories(self) -> list[Tensor]:
         """Return the memory of each tensor that has some, flat."""
-        it = self._session
-        parts = [it.residuals.of(name).get("memory") for name in it.treatment.eligible]
+        of = self._session.residuals.of
+        parts = [of(name).get("memory") for name in self.eligible]
         return [part for part in parts if part is not None]
 
     def switch(self, scheme_or_name: Scheme | str, **settings: Unpack[Settings]) -> None:
@@ -158,19 +158,18 @@ class Handle:
         CommunicationError
             When a rank fails. After any error the scheme and the memory are as they were.
         """
-        it = self._session
-        if it.closed:
+        session = self._session
+        if session.closed:
             raise CommunicationError("the handle was closed; make a new one with the other scheme")
-        if it.queueing:
+        if session.step is not None:
             raise InputError("tensors are queued; finish() that step before switch()")
         scheme = chosen_scheme(scheme_or_name, settings).fresh()
-        call = Call.of("switch", {"scheme": scheme, "step": it.residuals.steps})
-        it.everyone.call(call, lambda: it.everyone.gather_numbers(0))
+        session.ranks.tell("switch", scheme=scheme, step=session.residuals.steps)
         self.prepare(scheme)
-        it.treatment = it.treatment.under(scheme)
-        it.residuals.switch(scheme)
-        if it.ahead is not None:
-            it.ahead.warn_of_unknown()
+        session.treatment = session.treatment.under(scheme)
+        session.residuals.switch(scheme)
+        if session.ahead is not None:
+            session.ahead.warn_of_unknown()
 
     def prepare(self, *schemes: Scheme) -> None:
         """Find out whether the exchange can be switched to these schemes; all ranks call.
@@ -184,7 +183,7 @@ class Handle:
         """
         for scheme in schemes:
             check_switch(self.scheme, scheme)
-            check_nodes(scheme, self._session.comm)
+            self._session.ranks.connect_nodes(scheme)
 
     def state_dict(self, saved_by: int | None = None) -> dict[str, Tensor]:
         """Return a copy of what this rank remembers, for `torch.distributed.checkpoint` and others.
@@ -207,11 +206,9 @@ class Handle:
             tensors, r is the number of a replica, and what it remembers is a DTensor, sharded as
             the parameter is; places in vectors are left out.
         """
-        it = self._session
-        saved_by = it.comm.size if saved_by is None else saved_by
-        tensors = it.treatment.eligible
-        ranks = it.comm.rank, it.comm.size
-        return checkpoint.collect(it.residuals, tensors, *ranks, saved_by, it.shard)
+        session, ranks = self._session, self._session.ranks
+        saved_by = ranks.comm.size if saved_by is None else saved_by
+        return checkpoint.collect(session.residuals, session.treatment.eligible, ranks, saved_by)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return on rank 0 what all ranks remember; all ranks call, between two steps.
@@ -233,15 +230,15 @@ class Handle:
         CommunicationError
             On all ranks, when one fails.
         """
-        it = self._session
-        if it.shard is not None:
+        session, comm = self._session, self._session.ranks.comm
+        if session.ranks.shard is not None:
             raise InputError(
                 "no rank has room for the memory of a model that is sharded; save state_dict() by"
                 " torch.distributed.checkpoint, which loads it on other numbers of ranks too"
             )
-        return it.comm.call(
+        return comm.call(
             Call.of("full_state_dict", {}),
-            lambda: checkpoint.gather(it.residuals, it.treatment.eligible, it.comm),
+            lambda: checkpoint.gather(session.residuals, session.treatment.eligible, comm),
         )
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
@@ -277,15 +274,13 @@ class Handle:
         loading, as without sparcel. Thresholds and boundaries that were reused
         (``threshold="reuse"``, ``selector="reuse"``) are estimated anew.
         """
-        it = self._session
-        tensors = it.treatment.eligible
-        ranks = it.comm.rank, it.comm.size
-        checkpoint.load(state, it.residuals, tensors, *ranks, strict, it.shard)
+        session = self._session
+        tensors = session.treatment.eligible
+        checkpoint.load(state, session.residuals, tensors, session.ranks, strict)
 
     def meet(self) -> None:
         """Wait until all ranks have called; raise `CommunicationError` if one cannot."""
-        everyone = self._session.everyone
-        everyone.call(Call.of("meet", {}), lambda: everyone.gather_numbers(0))
+        self._session.ranks.tell("meet")
 
     def close(self) -> None:
         """End the communication thread; call it before the process group is destroyed.

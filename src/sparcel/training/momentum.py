@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sparcel.errors import InputError, warn
+from sparcel.errors import InputError, warn_on_rank_0
 
 
 def check_momentum(
@@ -27,7 +27,7 @@ def check_momentum(
     """
     twice = f'the scheme has momentum={momentum:g} ("dgc" has 0.9 unless another is given)'
     if optimizer is None:
-        warn(
+        warn_on_rank_0(
             f"{twice}, so the optimiser must have none for the parameters in handle.sparse; pass"
             " optimizer= to have that checked"
         )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparcel._checks import check_type
-from sparcel.errors import InputError, known, warn
+from sparcel.errors import InputError, known, warn_on_rank_0
 from sparcel.memory import Range, wide_dtype
 from sparcel.schemes import Scheme, checked_density
 from sparcel.training.layout import Arrangement, Piece
@@ -168,10 +168,10 @@ def treat(
         When densities are given for a scheme that sends all.
     """
     known(scope, get_args(Scope), "scope")
-    densities = own_densities(patterns, tensors)
+    densities = _own_densities(patterns, tensors)
     selects = bool(scheme.remembers)
     if densities and not selects:
-        warn(
+        warn_on_rank_0(
             f"densities are for schemes that select, got {scheme}, which sends all; they wait for a"
             " switch to one that selects"
         )
@@ -185,7 +185,7 @@ def treat(
     return Treatment(scope, tensors, frozenset(rows), eligible, densities, selects)
 
 
-def own_densities(patterns: Mapping[str, float], names: Collection[str]) -> dict[str, float]:
+def _own_densities(patterns: Mapping[str, float], names: Collection[str]) -> dict[str, float]:
     """Return the density of each tensor whose name fits a pattern, by the first that it fits.
 
     Raises
@@ -193,16 +193,15 @@ def own_densities(patterns: Mapping[str, float], names: Collection[str]) -> dict
     InputError
         When a pattern fits no name, or a density is out of range.
     """
+    found: dict[str, float] = {}
     for pattern, density in patterns.items():
         check_type(pattern, str, "a pattern of densities")
         checked_density(density, f"densities[{pattern!r}]")
-        if not any(fnmatchcase(name, pattern) for name in names):
+        fitting = [name for name in names if fnmatchcase(name, pattern)]
+        if not fitting:
             raise InputError(
                 f"densities: {pattern!r} fits none of the tensors, which are named like"
                 f" {next(iter(names), None)!r}"
             )
-    return {
-        name: next(patterns[pattern] for pattern in patterns if fnmatchcase(name, pattern))
-        for name in names
-        if any(fnmatchcase(name, pattern) for pattern in patterns)
-    }
+        found = dict.fromkeys(fitting, density) | found
+    return found

@@ -55,11 +55,6 @@ class Residuals:
         self.steps = 0
 
     @property
-    def momentum(self) -> float:
-        """The momentum that the scheme corrects; what is remembered is then a sum of velocities."""
-        return self.template.momentum
-
-    @property
     def kinds(self) -> tuple[str, ...]:
         """The names of what is remembered of every tensor."""
         return self.template.remembers

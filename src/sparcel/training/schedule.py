@@ -1,23 +1,98 @@
-"""A training's schedule, written down once: schemes, rates, resolutions and batches by phases."""
+"""A training's schedule, written down once: schemes, rates, resolutions and batches by phases.
+
+Three things change how much is sent in the course of a training. A scheme has a ``warmup``, a list
+of densities for its first steps. Without one, the averager front-loads: it asks the scheme for more
+in the first steps (`sparcel.schemes.front_loaded`). And `Handle.switch` changes the scheme itself,
+by hand or by a `Schedule`. All three count the steps of the training, not those of a phase.
+"""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from weakref import WeakSet
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sparcel._checks import check_type, number
+from sparcel._checks import check_type, number, whole_number
 from sparcel.errors import InputError
-from sparcel.schemes import Scheme
-from sparcel.training._table import table
+from sparcel.schemes import Scheme, chosen_scheme
 from sparcel.training.checks import check_switch
 from sparcel.training.handle import Handle
-from sparcel.training.phase import Phase
+
+_HEAD = ("from", "to", "scheme", "lr", "resolution", "batch size")
+
+Rate = float | tuple[float, float] | Callable[[float], float]
+"""A rule for the learning rate: the rate, its first and last value, or a function of progress."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a training with one scheme, resolution and batch size, and one rule for the rate.
+
+    Parameters
+    ----------
+    length
+        How long it lasts, more than 0, in the unit that the training counts in: epochs or steps.
+    scheme
+        A name that `sparcel.scheme` knows, or a scheme that it made.
+    lr
+        The learning rate: a number; a pair, from the first to the second in equal steps; or a
+        function of the progress in [0, 1) of the phase.
+    resolution, batch_size
+        For the loader, which may ignore them: the side of the images in pixels, and the samples of
+        a step on one rank. None if the schedule does not say.
+
+    Raises
+    ------
+    InputError
+        For a length, rate, resolution or batch size out of range, or an unknown scheme.
+    """
+
+    length: float
+    scheme: Scheme | str
+    _: KW_ONLY
+    lr: Rate
+    resolution: int | None = None
+    batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        # An infinite length or rate has no limit of its own to break.
+        length = number(self.length, "length", above=0, below=math.inf)
+        object.__setattr__(self, "length", int(length) if length.is_integer() else length)
+        object.__setattr__(self, "scheme", chosen_scheme(self.scheme, {}))
+        if isinstance(self.lr, tuple | list):
+            if len(self.lr) != 2:
+                raise InputError(
+                    f"a pair of rates is the first and the last of the phase, got {self.lr}"
+                )
+            object.__setattr__(self, "lr", tuple(_checked_rate(one, "lr") for one in self.lr))
+        elif not callable(self.lr):
+            object.__setattr__(self, "lr", _checked_rate(self.lr, "lr"))
+        for name in ("resolution", "batch_size"):
+            if (size := getattr(self, name)) is not None:
+                object.__setattr__(self, name, whole_number(size, name, at_least=1))
+
+    @property
+    def rule(self) -> str:
+        """The rule for the learning rate as a text."""
+        if isinstance(self.lr, tuple):
+            return f"{self.lr[0]:g} to {self.lr[1]:g}"
+        return getattr(self.lr, "__name__", "a function") if callable(self.lr) else f"{self.lr:g}"
+
+    def rate(self, progress: float) -> float:
+        """Return the learning rate at a progress in [0, 1)."""
+        if callable(self.lr):
+            return _checked_rate(self.lr(progress), f"lr({progress:g})")
+        if isinstance(self.lr, tuple):
+            first, last = self.lr
+            return first + (last - first) * progress
+        return self.lr
 
 
 class Schedule:
@@ -118,7 +193,7 @@ class Schedule:
         phase, progress = self._phase_at(t)
         rate = phase.rate(progress)
         for optimizer in optimizers:
-            _check_rates(optimizer)
+            _check_base_rate(optimizer)
         if handle not in self._prepared:
             handle.prepare(*map(_scheme_of, self.phases))
             self._prepared.add(handle)
@@ -130,7 +205,16 @@ class Schedule:
         return phase
 
     def __repr__(self) -> str:
-        return f"Schedule\n{table(self.phases, self._starts)}"
+        rows: list[tuple[str, ...]] = [_HEAD]
+        for phase, (start, stop) in zip(self.phases, pairwise(self._starts), strict=True):
+            sizes = (str(size or "") for size in (phase.resolution, phase.batch_size))
+            rows.append((f"{start:g}", f"{stop:g}", str(phase.scheme), phase.rule, *sizes))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = (
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        )
+        return "\n".join(["Schedule", *lines])
 
     def _phase_at(self, t: float) -> tuple[Phase, float]:
         """Return the phase at a time, and how much of it is over, in [0, 1)."""
@@ -147,7 +231,7 @@ def _scheme_of(phase: Phase) -> Scheme:
     return phase.scheme
 
 
-def _check_rates(optimizer: Optimizer) -> None:
+def _check_base_rate(optimizer: Optimizer) -> None:
     """Raise `InputError` if the groups of an optimiser have no ratios to its rate."""
     check_type(optimizer, Optimizer, "an optimizer")
     if not float(optimizer.defaults.get("lr", 0)) > 0:
@@ -182,3 +266,7 @@ def _exact(length: float) -> Fraction:
 
 def _plain(total: Fraction) -> float:
     return int(total) if total.denominator == 1 else float(total)
+
+
+def _checked_rate(value: object, name: str) -> float:
+    return number(value, name, at_least=0, below=math.inf)

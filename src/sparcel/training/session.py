@@ -1,18 +1,21 @@
-"""What an averager and its handle share: the ranks, the memory, and what the steps have cost."""
+"""What an averager, its steps and its handle share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
-from sparcel.comm import Call, Communicator
 from sparcel.training.ahead import Ahead
 from sparcel.training.policy import Treatment
+from sparcel.training.ranks import Ranks
 from sparcel.training.residuals import Residuals
-from sparcel.training.shard import Shard
-from sparcel.training.stats import Costs
+from sparcel.training.stats import Tally
+
+if TYPE_CHECKING:
+    from sparcel.training.transaction import Transaction
 
 
 @dataclass(eq=False)
@@ -21,23 +24,16 @@ class Session:
 
     Attributes
     ----------
-    comm, device
-        The ranks that average, and where the tensors are.
-    everyone, owned
-        The ranks on which steps take effect together: those that average, or with shards the ranks
-        of all shards. The communicator again if it ends with the exchange.
-    shard
-        Which shard of the tensors this rank holds; None for all of them.
-    residuals, treatment
-        What is kept back of the tensors, and how each of them is exchanged.
+    ranks, device
+        Who exchanges them, and where they are.
     scaler, frontload, withhold_zeros
         As for `sparcel.training.Averager`.
-    queueing
-        Whether tensors of a step are queued.
-    total, last, void_steps
-        What all steps have cost, what the last one has, and how many had no effect.
-    taken
-        The magnitude that the last effective step took out of memory.
+    treatment, residuals
+        How each tensor is exchanged, which a switch of the scheme changes, and what is kept back.
+    step
+        The step that is being queued, if one is.
+    tally
+        What the steps have cost.
     ahead
         What tells where the memory would bring the parameters, if a driver has asked for it.
     closed
@@ -46,42 +42,18 @@ class Session:
         What undoes, at the end, what a driver has done to the user's objects.
     """
 
-    comm: Communicator
-    everyone: Communicator
-    owned: Communicator | None
-    shard: Shard | None
+    ranks: Ranks
     device: torch.device
-    residuals: Residuals
-    treatment: Treatment
     scaler: torch.amp.GradScaler | None
     frontload: bool
     withhold_zeros: bool
-    queueing: bool = False
-    total: Costs = field(default_factory=Costs)
-    last: Costs = field(default_factory=Costs)
-    void_steps: int = 0
-    taken: float = 0.0
-    closed: bool = False
+    treatment: Treatment
+    residuals: Residuals
+    step: Transaction | None = None
+    tally: Tally = field(default_factory=Tally)
     ahead: Ahead | None = None
+    closed: bool = False
     undo: list[Callable[[], None]] = field(default_factory=list)
-
-    def agree(self, finite: bool) -> bool:
-        """Return whether a step was finite on the ranks of all shards; all call, inside a job.
-
-        The ranks that average the same shard know it of one another.
-        """
-        if self.everyone is self.comm:
-            return finite
-        call = Call.of("agree", {"step": self.residuals.steps})
-        return all(self.everyone.call(call, lambda: self.everyone.gather_numbers(int(finite))))
-
-    def account(self, step: Costs, effective: bool) -> None:
-        """Add a step that ended to the statistics."""
-        self.total, self.last = self.total + step, step
-        if effective:
-            self.taken = step.magnitude
-        else:
-            self.void_steps += 1
 
     def close(self) -> None:
         """Exchange nothing more, and undo what the driver has done."""
@@ -90,5 +62,4 @@ class Session:
             while self.undo:
                 self.undo.pop()()
         finally:
-            if self.owned is not None:
-                self.owned.close()
+            self.ranks.close()

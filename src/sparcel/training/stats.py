@@ -1,9 +1,10 @@
-"""What training has cost on this rank: totals, means, and the last step."""
+"""What a training has cost on this rank: totals, means, and the last step."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from operator import add, attrgetter
+from dataclasses import dataclass, field
+
+from sparcel.schemes.meter import Costs
 
 _AMOUNTS = (
     "messages_sent",
@@ -16,74 +17,7 @@ _AMOUNTS = (
 _RATIOS = ("compression", "density_before", "density_after")
 
 
-@dataclass(frozen=True)
-class Costs:
-    """What some steps have cost on this rank, small tensors and sparse gradients included.
-
-    Attributes
-    ----------
-    steps
-        How many steps these are. Those that a gradient with NaN or Inf made void count too.
-    messages_sent, bytes_sent, bytes_received
-        What the communicator of the exchange counted during these steps.
-    dense_bytes
-        Bytes that this rank would have sent for the same gradients by a ring all-reduce:
-        2(P−1)/P times the bytes of the gradients in their own dtype.
-    coordinates, asked, selected, reduced
-        Coordinates of the gradients; those among them that the densities ask for, that this rank
-        sent, and that the updates had. Small tensors count as sent whole. Of a sparse gradient,
-        as embeddings make it, the rows that were used count as sent.
-    magnitude
-        The sum of ``|x|`` over what left this rank's memory, less that over what came back to it or
-        arrived from other ranks.
-    flushed
-        What is in ``magnitude`` because the scheme was switched to one without memory: see
-        `Handle.switch`.
-    select_seconds, communicate_seconds
-        Time spent selecting and exchanging; it may overlap with computation. An exchange includes
-        waiting for slower ranks, and the second selection of `oktopk`.
-    """
-
-    steps: int = 0
-    messages_sent: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    dense_bytes: int = 0
-    coordinates: int = 0
-    asked: int = 0
-    selected: int = 0
-    reduced: int = 0
-    magnitude: float = 0.0
-    flushed: float = 0.0
-    select_seconds: float = 0.0
-    communicate_seconds: float = 0.0
-
-    @property
-    def compression(self) -> float:
-        """How many times fewer bytes were sent than a dense exchange would have sent.
-
-        NaN if nothing was sent.
-        """
-        return self.dense_bytes / self.bytes_sent if self.bytes_sent else float("nan")
-
-    @property
-    def density_before(self) -> float:
-        """The share of all coordinates that this rank sent."""
-        return self.selected / max(1, self.coordinates)
-
-    @property
-    def density_after(self) -> float:
-        """The share of all coordinates that the updates had."""
-        return self.reduced / max(1, self.coordinates)
-
-    def __add__(self, other: Costs) -> Costs:
-        return Costs(*map(add, _counted(self), _counted(other)))
-
-
-_counted = attrgetter(*(field.name for field in fields(Costs)))
-
-
-@dataclass(frozen=True)
+@dataclass
 class Stats(Costs):
     """What the steps since the exchange was made have cost on this rank, and the last of them.
 
@@ -132,3 +66,31 @@ class Stats(Costs):
             numbers[f"total/{name}"] = getattr(self, name)
             numbers[f"last/{name}"] = getattr(self.last, name)
         return {f"sparcel/{name}": float(number) for name, number in numbers.items()}
+
+
+@dataclass(eq=False)
+class Tally:
+    """What the steps of an exchange have cost.
+
+    Attributes
+    ----------
+    total, last
+        What all steps have cost, and what the last one has.
+    void_steps
+        How many steps had no effect.
+    taken
+        The magnitude that the last effective step took out of memory.
+    """
+
+    total: Costs = field(default_factory=Costs)
+    last: Costs = field(default_factory=Costs)
+    void_steps: int = 0
+    taken: float = 0.0
+
+    def count(self, step: Costs, effective: bool) -> None:
+        """Add a step that ended."""
+        self.total, self.last = self.total + step, step
+        if effective:
+            self.taken = float(step.magnitude)
+        else:
+            self.void_steps += 1

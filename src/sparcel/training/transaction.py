@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import torch
@@ -13,23 +13,22 @@ from torch import Tensor
 from sparcel import kernels
 from sparcel._checks import all_finite, finite_flag
 from sparcel.auto import all_reduce, sum_whole
-from sparcel.comm import Call, Communicator, Job, Traffic, digest, ring_bytes
+from sparcel.comm import Call, Job, digest, ring_bytes
 from sparcel.device import read, truth
 from sparcel.errors import InputError
 from sparcel.memory import wide_dtype
 from sparcel.profiling import profiled
-from sparcel.schemes import Begun, Meter, Request, Scheme
+from sparcel.schemes import Begun, Request, Scheme
+from sparcel.schemes.meter import Costs
 from sparcel.side_stream import used_here
 from sparcel.stream import SparseStream
 from sparcel.training._rows import coalesced, poisoned
 from sparcel.training.layout import Queued, joined, zeros_in
 from sparcel.training.residuals import Vector
 from sparcel.training.session import Session
-from sparcel.training.stats import Costs
 from sparcel.wire import Wire
 
 
-@dataclass(eq=False)
 class Transaction:
     """What one step has queued so far.
 
@@ -37,36 +36,38 @@ class Transaction:
     one job. The last job exchanges the small tensors of all vectors together. If any tensor of any
     rank was not finite, it then replaces all updates by NaN: no vector will commit, so none of the
     updates may be applied.
+
+    Attributes
+    ----------
+    finite
+        Whether the tensors of all ranks were finite so far.
+    rows
+        The averages of sparse gradients, by name.
+    costs
+        What the step has cost; complete once it has ended.
     """
 
-    session: Session
-    comm: Communicator = field(init=False)
-    """The ranks."""
-    meter: Meter = field(default_factory=Meter)
-    finite: bool = True
-    """Whether the tensors of all ranks were finite so far."""
-    rows: dict[str, Tensor] = field(default_factory=dict)
-    """The averages of sparse gradients, by name."""
-    begun: list[tuple[Scheme, Begun]] = field(default_factory=list)
-    """What the vectors' schemes have begun, and have to commit."""
-    left: dict[str, Tensor] = field(default_factory=dict)
-    """What tensors owe of an old memory after this step, which adds a share to their gradients."""
-    will_owe: bool = False
-    """Whether some rank may owe something of an old memory after this step."""
-    updates: list[Tensor] = field(default_factory=list)
-    """The flat tensors that were queued, which hold the updates at the end."""
-    _held: list[Queued] = field(default_factory=list)
-    """The vectors of which one selection will be made, when the step ends."""
-    _copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Ranges of queued vectors, each with the tensor that gets its updates."""
-    _names: set[str] = field(default_factory=set)
-    _jobs: list[Job[None]] = field(default_factory=list)
-    _small: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    _traffic_before: Traffic = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.comm = self.session.comm
-        self._traffic_before = Traffic(**vars(self.comm.traffic))
+    def __init__(self, session: Session) -> None:
+        self.finite, self.costs = True, Costs(steps=1)
+        self.rows: dict[str, Tensor] = {}
+        self._session, self._comm = session, session.ranks.comm
+        self._names: set[str] = set()
+        self._jobs: list[Job[None]] = []
+        self._updates: list[Tensor] = []
+        """The flat tensors that were queued, which hold the updates at the end."""
+        self._held: list[Queued] = []
+        """The vectors of which one selection will be made, when the step ends."""
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        """Ranges of queued vectors, each with the tensor that gets its updates."""
+        self._small: list[tuple[Tensor, Tensor]] = []
+        """The places of small tensors, each with its gradient."""
+        self._begun: list[tuple[Scheme, Begun]] = []
+        """What the vectors' schemes have begun, and have to commit."""
+        self._left: dict[str, Tensor] = {}
+        """What tensors still owe of an old memory when the step has added a share to gradients."""
+        self._will_owe = False
+        """Whether some rank may owe something of an old memory after this step."""
+        self._traffic_before = replace(self._comm.traffic)
 
     def include(self, names: Iterable[str]) -> None:
         """Add tensors to the step.
@@ -83,7 +84,7 @@ class Transaction:
 
     def queue(self, queued: Queued) -> Job[None]:
         """Exchange a vector in its turn, or hold it if one selection is made over all vectors."""
-        self.updates.append(queued.vector)
+        self._updates.append(queued.vector)
         return self._submit(partial(self._take, queued))
 
     def queue_rows(self, name: str, gradient: Tensor) -> None:
@@ -108,33 +109,34 @@ class Transaction:
         CommunicationError and others
             What the first failing job raised.
         """
-        if self.session.treatment.scope == "model":
+        if self._session.treatment.scope == "model":
             self._submit(self._exchange_held)
         self._submit(self._finish)
         with profiled("wait"):
             for job in self._jobs:
                 job.wait()
-        used_here(*self.rows.values(), *self.left.values())  # jobs made them on another stream
+        used_here(*self.rows.values(), *self._left.values())  # jobs made them on another stream
+        now, before, costs = self._comm.traffic, self._traffic_before, self.costs
+        costs.messages_sent = now.messages_sent - before.messages_sent
+        costs.bytes_sent = now.bytes_sent - before.bytes_sent
+        costs.bytes_received = now.bytes_received - before.bytes_received
 
-    def costs(self) -> Costs:
-        """Return what the step has cost this rank; it has ended."""
-        now, before = self.comm.traffic, self._traffic_before
-        return Costs(
-            steps=1,
-            messages_sent=now.messages_sent - before.messages_sent,
-            bytes_sent=now.bytes_sent - before.bytes_sent,
-            bytes_received=now.bytes_received - before.bytes_received,
-            **vars(self.meter),
-        )
+    def commit(self) -> None:
+        """Let the step take effect; it has ended, and was finite on all ranks."""
+        flushed = self._session.residuals.commit(self._begun, self._left, self._will_owe)
+        self.costs.count_flushed(flushed)
+        # Jobs made the memory on their stream of a GPU, and this thread reads it on its own.
+        for scheme, _ in self._begun:
+            used_here(*scheme.coordinates().values())
 
     def _submit(self, job: Callable[[], None]) -> Job[None]:
         """Run ``job`` after all jobs queued before."""
-        self._jobs.append(self.comm.submit(job))
+        self._jobs.append(self._comm.submit(job))
         return self._jobs[-1]
 
     def _take(self, queued: Queued) -> None:
-        self.meter.dense_bytes += ring_bytes(queued.vector.nbytes, self.comm.size)
-        if self.session.treatment.scope == "model" and queued.arranged.large:
+        self.costs.dense_bytes += ring_bytes(queued.vector.nbytes, self._comm.size)
+        if self._session.treatment.scope == "model" and queued.arranged.large:
             self._held.append(queued)
         else:
             self._exchange(queued)
@@ -143,10 +145,10 @@ class Transaction:
         """Exchange the vectors that were held as one."""
         if self._held:
             # Memory stays in one dtype, also in steps without the tensors that are float64.
-            treatment = self.session.treatment
+            treatment = self._session.treatment
             doubled = treatment.selects and treatment.memory_dtype == torch.float64
-            whole, self._copies = joined(self._held, doubled)
-            self._exchange(whole)
+            all_of_them, self._copies = joined(self._held, doubled)
+            self._exchange(all_of_them)
 
     def _exchange(self, queued: Queued) -> None:
         """Replace the tensors in a vector by their updates, except for small ones if those wait.
@@ -155,25 +157,25 @@ class Transaction:
         would mix them up if their sizes are the same.
         """
         if names := queued.arranged.names:
-            self.comm.call(_exchange_of(names), partial(self._exchange_pieces, queued))
+            self._comm.call(_exchange_of(names), partial(self._exchange_pieces, queued))
 
     def _exchange_pieces(self, queued: Queued) -> None:
-        it, vector, arranged = self.session, queued.vector, queued.arranged
+        session, vector, arranged = self._session, queued.vector, queued.arranged
         places = [vector[start:stop] for start, stop in arranged.apart]
         gradients = [place.clone() for place in places]
         sent_whole = False
         large = arranged.large
-        for served, flat, moved in it.residuals.vectors(large, vector) if large else ():
+        for served, flat, moved in session.residuals.vectors(large, vector) if large else ():
             # A vector in another layout has no small tensors.
             apart = [] if moved else arranged.apart
-            withheld = zeros_in(flat, served.pieces) if it.withhold_zeros else []
+            withheld = zeros_in(flat, served.pieces) if session.withhold_zeros else []
             request = Request(
                 served.layers,
                 withheld,
                 apart,
                 scale=self._scale(),
-                front_loaded=it.frontload,
-                meter=self.meter,
+                front_loaded=session.frontload,
+                meter=self.costs,
             )
             begun = self._exchange_vector(served, flat, request)
             sent_whole = begun.sent_whole and not moved
@@ -186,25 +188,25 @@ class Transaction:
         Asked in the exchange and not while computing, which would have to wait for a GPU to answer.
         NaN if backing off has made it so small that float32 does not hold its quotients.
         """
-        it = self.session
-        owes = it.treatment.selects or it.residuals.flush.owed
-        if it.scaler is None or not (it.scaler.is_enabled() and owes):
+        session, scaler = self._session, self._session.scaler
+        owes = session.treatment.selects or session.residuals.flush.owed
+        if scaler is None or not (scaler.is_enabled() and owes):
             return 1.0
         # The public function would wait for a GPU beside `read`.
-        held = it.scaler._get_scale_async()
-        scale = it.scaler.get_scale() if held is None else float(read(held))
-        return scale if scale > self.comm.size * torch.finfo(torch.float32).tiny else math.nan
+        held = scaler._get_scale_async()
+        scale = scaler.get_scale() if held is None else float(read(held))
+        return scale if scale > self._comm.size * torch.finfo(torch.float32).tiny else math.nan
 
     def _exchange_vector(self, vector: Vector, gradient: Tensor, request: Request) -> Begun:
         """Replace a gradient by its update.
 
         A scheme without memory gets it with this step's share of what an old memory owes.
         """
-        self.left |= self.session.residuals.flush.add_to(
+        self._left |= self._session.residuals.flush.add_to(
             gradient, vector.pieces, request.withheld, request.scale
         )
-        begun = vector.scheme.begin(gradient, self.comm, request, in_place=True)
-        self.begun.append((vector.scheme, begun.without_average()))
+        begun = vector.scheme.begin(gradient, self._comm, request, in_place=True)
+        self._begun.append((vector.scheme, begun.without_average()))
         self.finite &= begun.finite
         return begun
 
@@ -216,13 +218,13 @@ class Transaction:
         rows = rows.reshape(len(rows), shape[1:].numel())
         stream = SparseStream(gradient.indices()[0], rows, shape[0])
         stream.finite = finite_flag(rows)
-        with self.meter.communicating():
-            total = self._average(all_reduce(stream, Wire(self.comm)))
-        self.meter.dense_bytes += ring_bytes(dense_bytes, self.comm.size)
-        self.meter.coordinates += shape.numel()
-        self.meter.asked += rows.numel()
-        self.meter.selected += rows.numel()
-        self.meter.reduced += total.values.numel()
+        with self.costs.communicating():
+            total = self._average(all_reduce(stream, Wire(self._comm)))
+        self.costs.dense_bytes += ring_bytes(dense_bytes, self._comm.size)
+        self.costs.coordinates += shape.numel()
+        self.costs.asked += rows.numel()
+        self.costs.selected += rows.numel()
+        self.costs.reduced += total.values.numel()
         indices = total.indices
         if indices is None:
             indices = torch.arange(shape[0], device=rows.device)
@@ -238,17 +240,18 @@ class Transaction:
             place.copy_(update)
             # A sum that fits the widest dtype may overflow a narrower one.
             self.finite &= place.dtype == update.dtype or all_finite(place)
-        self.finite = self.session.agree(self.finite)
+        session = self._session
+        self.finite = session.ranks.agree_on_finite(self.finite, session.residuals.steps)
         if self.finite:
-            self.will_owe = self.session.residuals.flush.will_owe(self.left, self.session.everyone)
+            self._will_owe = session.residuals.flush.will_owe(self._left, session.ranks)
         else:
             self._void()
-        if isinstance(self.meter.magnitude, Tensor):
-            self.meter.magnitude = float(read(self.meter.magnitude))
+        if isinstance(self.costs.magnitude, Tensor):
+            self.costs.magnitude = float(read(self.costs.magnitude))
 
     def _void(self) -> None:
         """Make all updates NaN."""
-        for update in self.updates:
+        for update in self._updates:
             update.fill_(math.nan)
         self.rows = {name: poisoned(average) for name, average in self.rows.items()}
 
@@ -257,16 +260,16 @@ class Transaction:
         doubles = torch.float64 in [gradient.dtype for gradient in gradients]
         wide = torch.float64 if doubles else torch.float32
         vector = torch.cat([gradient.to(wide) for gradient in gradients])
-        with self.meter.communicating():
-            total = sum_whole(vector, self.comm)
-        self.meter.count_whole(vector.numel())
+        with self.costs.communicating():
+            total = sum_whole(vector, self._comm)
+        self.costs.count_whole(vector.numel())
         parts = self._average(total).values.split([place.numel() for place in places])
         for place, part in zip(places, parts, strict=True):
             place.copy_(part)
 
     def _average(self, total: SparseStream) -> SparseStream:
         """Return the average over ranks, given their sum, and note whether it is finite."""
-        average = kernels.average(total.values, self.comm.size)
+        average = kernels.average(total.values, self._comm.size)
         self.finite &= truth(total.finite & finite_flag(average))
         return SparseStream.unchecked(total.indices, average, total.size)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import weakref
+from collections.abc import Callable, Collection
 
+from torch import nn
 from torch.optim import Optimizer
 
 from sparcel.errors import InputError
+from sparcel.training.names import model_name
 
 
 class Unaveraged:
@@ -17,36 +20,45 @@ class Unaveraged:
 
     Parameters
     ----------
+    model
+        The model, which is not kept alive.
     averaged
         Returns the ids of the parameters that are averaged, or were there to be.
-    find
-        Returns the names of the model's parameters by their id, without those that are the user's
-        business. It goes through the whole model, so it is called only when an optimiser updates
-        something else than ``averaged``.
-    said
-        Returns what to say of a parameter and the kind of optimiser that updates it.
+    ignored
+        The names in the model of the parameters that are the user's business.
+    why, way_out
+        Why nobody averages a parameter, and what to do before its memory is loaded.
     """
 
     def __init__(
         self,
+        model: nn.Module,
         averaged: Callable[[], Collection[int]],
-        find: Callable[[], Mapping[int, str]],
-        said: Callable[[str, str], str],
+        ignored: Collection[str],
+        why: str,
+        way_out: str,
     ) -> None:
-        self._averaged, self._find, self._said = averaged, find, said
+        self._model = weakref.ref(model)
+        self._averaged, self._ignored = averaged, ignored
+        self._why, self._way_out = why, way_out
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Raise `InputError` if the optimiser is about to update such a parameter."""
-        averaged = self._averaged()
-        others = [
+        averaged, model = self._averaged(), self._model()
+        others = {
             id(parameter)
             for group in optimizer.param_groups
             for parameter in group["params"]
             if id(parameter) not in averaged
             and parameter.requires_grad
             and parameter.grad is not None
-        ]
-        names = self._find() if others else {}
-        for one in others:
-            if one in names:
-                raise InputError(self._said(names[one], type(optimizer).__name__))
+        }
+        if not others or model is None:
+            return
+        for key, parameter in model.named_parameters():
+            if id(parameter) in others and (name := model_name(key)) not in self._ignored:
+                raise InputError(
+                    f"{name!r} {self._why}, and now {type(optimizer).__name__} updates it with a"
+                    f" gradient that nobody averages; {self._way_out}, and load the old handle's"
+                    " state_dict(), with strict=False"
+                )

@@ -1,0 +1,129 @@
+"""The ranks of an exchange: which they are, and whether they are of one mind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from os import PathLike
+
+from sparcel import cost
+from sparcel.comm import Call, Communicator, digest
+from sparcel.errors import InputError, MismatchError
+from sparcel.rates import Rates
+from sparcel.schemes import Scheme
+from sparcel.training.policy import Treatment
+from sparcel.training.shard import Shard
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """The ranks that exchange the tensors of a training, and what they ask one another.
+
+    All ranks call each method but `close`.
+
+    Attributes
+    ----------
+    comm
+        The ranks that average the same tensors.
+    everyone
+        The ranks on which steps take effect together: ``comm``, or with shards the ranks of all
+        shards.
+    shard
+        Which shard of the tensors this rank holds; None for all of them.
+    owned
+        ``everyone`` again if it ends with the exchange.
+    """
+
+    comm: Communicator
+    everyone: Communicator
+    shard: Shard | None
+    owned: Communicator | None
+
+    def tell(self, what: str, number: int = 0, **facts: object) -> list[int]:
+        """Return the numbers of all ranks, once all of them have made this very call.
+
+        Raises
+        ------
+        MismatchError
+            On all ranks, when they make different calls, or one with different facts.
+        CommunicationError
+            When a rank fails.
+        """
+        everyone = self.everyone
+        return everyone.call(Call.of(what, facts), lambda: everyone.gather_numbers(number))
+
+    def agree_on_finite(self, finite: bool, step: int) -> bool:
+        """Return whether a step was finite on the ranks of all shards, inside a job.
+
+        The ranks that average the same shard know it of one another.
+        """
+        if self.everyone is self.comm:
+            return finite
+        return all(self.tell("agree", int(finite), step=step))
+
+    def check_alike(
+        self, scheme: Scheme, settings: tuple[object, ...], treatment: Treatment
+    ) -> None:
+        """Raise `MismatchError` on all ranks unless they average the same.
+
+        Ranks that differ would hang or misread each other. ``settings`` are those that the scheme
+        and the treatment do not tell. The shapes of shards are compared where they are the same.
+        """
+        layout = [
+            (name, tensor.dtype, name in treatment.eligible, name in treatment.rows)
+            for name, tensor in treatment.tensors.items()
+        ]
+        shapes = [tensor.shape for tensor in treatment.tensors.values()]
+        densities = sorted(treatment.own_densities.items())
+        same = repr((scheme, settings, layout, densities, treatment.scope))
+        others = _others(same, self.everyone) + _others(repr(shapes), self.comm)
+        if any(self.everyone.run(lambda: self.everyone.gather_numbers(len(others)))):
+            found = f"ranks {others} average" if others else "ranks of another shard average"
+            raise MismatchError(
+                f"{found} something else than rank {self.comm.rank}, which has {scheme}"
+                f" for {len(treatment.tensors)} tensors, {len(treatment.small)} of them small, and"
+                f" scope {treatment.scope!r}; give every rank the same scheme, settings, policy,"
+                " densities, scope, carrier and tensors, and a scaler and rates to all or to none"
+            )
+
+    def connect_nodes(self, scheme: Scheme) -> None:
+        """Make the connections between nodes that a scheme needs.
+
+        Raises
+        ------
+        InputError
+            On all ranks, when nodes have different numbers of ranks. The ranks can go on: only an
+            error that leaves a job ends the communicator.
+        """
+
+        def connect() -> InputError | None:
+            try:
+                scheme.connect(self.comm)
+            except InputError as error:
+                return error
+            return None
+
+        if (refusal := self.comm.run(connect)) is not None:
+            raise refusal
+
+    def take_rates(self, rates: Rates | str | PathLike[str]) -> None:
+        """Give the communicators these rates, and raise `MismatchError` if ranks have others."""
+        everyone = self.everyone
+        everyone.rates = found = cost.rates_for(everyone, rates)
+        if others := _others(found.to_json(), everyone):
+            raise MismatchError(
+                f"ranks {others} have other rates than rank {everyone.rank}; give all ranks the"
+                " same file"
+            )
+        if self.shard is not None:  # ranks of other shards use the same links at the same time
+            self.comm.rates = found.across_nodes()
+
+    def close(self) -> None:
+        """End the communicator if it was made for this exchange."""
+        if self.owned is not None:
+            self.owned.close()
+
+
+def _others(facts: str, comm: Communicator) -> list[int]:
+    """Return the ranks whose facts differ from this rank's; all ranks call."""
+    digests = comm.run(lambda: comm.gather_numbers(digest(facts, 56)))
+    return [rank for rank, other in enumerate(digests) if other != digests[comm.rank]]
