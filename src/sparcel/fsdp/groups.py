@@ -88,17 +88,9 @@ class Group:
     def __init__(self, module: FSDPModule, inner: Any, names: Mapping[int, str]) -> None:
         self.module, self._inner = module, inner
         self.modules: tuple[nn.Module, ...] = inner.modules
-        self.held = [
-            Held(names[id(one.sharded_param)], one)
-            for one in inner.fsdp_params
-            if one.sharded_param.requires_grad
-        ]
-        trained = {id(held.inner) for held in self.held}
-        self.frozen = [
-            Held(names[id(one.sharded_param)], one)
-            for one in inner.fsdp_params
-            if id(one) not in trained
-        ]
+        all_held = [Held(names[id(one.sharded_param)], one) for one in inner.fsdp_params]
+        self.held = [one for one in all_held if one.parameter.requires_grad]
+        self.frozen = [one for one in all_held if not one.parameter.requires_grad]
 
     @property
     def gradients(self) -> dict[str, Tensor]:

@@ -114,14 +114,15 @@ def check_gradient(name: str, gradient: Tensor, treatment: Treatment) -> None:
     """Raise `InputError` unless a gradient is like the tensor that it is to update."""
     treatment.check_known(name)
     check_type(gradient, Tensor, f"the gradient {name!r}")
-    expected = _described(treatment.tensors[name], name in treatment.rows)
-    if (found := _described(gradient, gradient.is_sparse)) != expected:
+    tensor = treatment.tensors[name]
+    expected = tensor.shape, tensor.dtype, tensor.device, name in treatment.rows
+    found = gradient.shape, gradient.dtype, gradient.device, gradient.is_sparse
+    if found != expected:
         raise InputError(
-            f"the gradient {name!r} must be {expected}, got {found}; name sparse gradients in rows="
+            f"the gradient {name!r} must be {_described(*expected)}, got {_described(*found)};"
+            " name sparse gradients in rows="
         )
 
 
-def _described(tensor: Tensor, sparse: bool) -> str:
-    """Return what has to be the same of a gradient and its tensor."""
-    kind = "sparse" if sparse else "dense"
-    return f"{kind} {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
+def _described(shape: torch.Size, dtype: torch.dtype, device: torch.device, sparse: bool) -> str:
+    return f"{'sparse' if sparse else 'dense'} {dtype} of shape {tuple(shape)} on {device}"

@@ -48,9 +48,8 @@ class Flush:
         """
         left = {}
         for piece in pieces:
-            place = piece.start, piece.stop
-            if piece.name in self.owed and place not in withheld:
-                owed, gradient = self.owed[piece.name], vector[slice(*place)]
+            if piece.name in self.owed and piece.place not in withheld:
+                owed, gradient = self.owed[piece.name], piece.of(vector)
                 rest = gradient.to(owed.dtype, copy=True)
                 gradient.add_(owed, alpha=scale / self.steps)
                 left[piece.name] = rest.sub_(gradient).div_(scale).add_(owed)

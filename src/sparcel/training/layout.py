@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sparcel.device import read
+from sparcel.memory import Range
 from sparcel.schemes import Layer
 
 
@@ -28,6 +29,15 @@ class Piece:
     stop: int
     density: float | None = None
 
+    @property
+    def place(self) -> Range:
+        """Where it begins and ends."""
+        return self.start, self.stop
+
+    def of(self, vector: Tensor) -> Tensor:
+        """Return the part of a vector in that place."""
+        return vector[self.start : self.stop]
+
 
 @dataclass(frozen=True)
 class Arrangement:
@@ -42,9 +52,9 @@ class Arrangement:
         return tuple(piece.name for piece in (*self.large, *self.small))
 
     @cached_property
-    def apart(self) -> list[tuple[int, int]]:
+    def apart(self) -> list[Range]:
         """Where those that stay dense lie."""
-        return [(piece.start, piece.stop) for piece in self.small]
+        return [piece.place for piece in self.small]
 
 
 @dataclass(frozen=True)
@@ -111,10 +121,10 @@ def copy_pieces(
     source: Tensor, pieces: Sequence[Piece], target: Tensor, places: Sequence[Piece]
 ) -> None:
     """Copy the tensors that two vectors have in common, from ``pieces`` to ``places``."""
-    found = {piece.name: source[piece.start : piece.stop] for piece in pieces}
+    found = {piece.name: piece.of(source) for piece in pieces}
     for piece in places:
         if piece.name in found:
-            target[piece.start : piece.stop] = found[piece.name]
+            piece.of(target).copy_(found[piece.name])
 
 
 def layers_of(pieces: Sequence[Piece], size: int) -> list[Layer]:
@@ -175,13 +185,10 @@ def joined(parts: Sequence[Queued], doubled: bool) -> tuple[Queued, list[tuple[T
     return whole, list(zip(ranges, places, strict=True))
 
 
-def zeros_in(vector: Tensor, pieces: Sequence[Piece]) -> list[tuple[int, int]]:
-    """Return the ranges of the tensors that are zero."""
-    if not pieces:
-        return []
-    ranges = [(piece.start, piece.stop) for piece in pieces]
-    occupied = read(torch.stack([vector[start:stop].any() for start, stop in ranges])).tolist()
-    return [place for place, some in zip(ranges, occupied, strict=True) if not some]
+def zeros_in(vector: Tensor, pieces: Sequence[Piece]) -> list[Range]:
+    """Return the ranges of the tensors that are zero; there is at least one tensor."""
+    occupied = read(torch.stack([piece.of(vector).any() for piece in pieces])).tolist()
+    return [piece.place for piece, some in zip(pieces, occupied, strict=True) if not some]
 
 
 def _moved(piece: Piece, start: int) -> Piece:

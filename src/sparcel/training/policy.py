@@ -62,11 +62,6 @@ class Treatment:
         """The tensors that the scheme of now selects from, and remembers."""
         return self.eligible if self.selects else {}
 
-    @property
-    def densities(self) -> Mapping[str, float]:
-        """The densities of single tensors that the scheme goes by."""
-        return self.own_densities if self.selects else {}
-
     def arranged(self, places: Mapping[str, Range], size: int) -> Arrangement:
         """Return how tensors are exchanged that lie in these places of a vector.
 
@@ -83,7 +78,7 @@ class Treatment:
         before, arrangement = self._arrangements.get(first, (None, None))
         if arrangement is None or before != given:
             self._check_places(places, size)
-            densities = self.densities
+            densities = self.own_densities if self.selects else {}
             # Tensors without elements, as a rank's shard may be, have no updates.
             pieces = [
                 Piece(name, start, stop, densities.get(name))

@@ -190,5 +190,5 @@ class Residuals:
                 used_here(part)  # it may have been loaded on another stream, and is let go of now
                 if kind not in joined:
                     joined[kind] = gradient.new_zeros(gradient.numel(), dtype=wide)
-                joined[kind][piece.start : piece.stop] = part
+                piece.of(joined[kind]).copy_(part)
         return joined

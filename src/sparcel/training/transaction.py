@@ -24,7 +24,6 @@ from sparcel.side_stream import used_here
 from sparcel.stream import SparseStream
 from sparcel.training._rows import coalesced, poisoned
 from sparcel.training.layout import Queued, joined, zeros_in
-from sparcel.training.residuals import Vector
 from sparcel.training.session import Session
 from sparcel.wire import Wire
 
@@ -177,7 +176,12 @@ class Transaction:
                 front_loaded=session.frontload,
                 meter=self.costs,
             )
-            begun = self._exchange_vector(served, flat, request)
+            # Under a scheme without memory, a share of what an old memory owes goes along.
+            flush = session.residuals.flush
+            self._left |= flush.add_to(flat, served.pieces, withheld, request.scale)
+            begun = served.scheme.begin(flat, self._comm, request, in_place=True)
+            self._begun.append((served.scheme, begun.without_average()))
+            self.finite &= begun.finite
             sent_whole = begun.sent_whole and not moved
         if not sent_whole:
             self._small += zip(places, gradients, strict=True)
@@ -196,19 +200,6 @@ class Transaction:
         held = scaler._get_scale_async()
         scale = scaler.get_scale() if held is None else float(read(held))
         return scale if scale > self._comm.size * torch.finfo(torch.float32).tiny else math.nan
-
-    def _exchange_vector(self, vector: Vector, gradient: Tensor, request: Request) -> Begun:
-        """Replace a gradient by its update.
-
-        A scheme without memory gets it with this step's share of what an old memory owes.
-        """
-        self._left |= self._session.residuals.flush.add_to(
-            gradient, vector.pieces, request.withheld, request.scale
-        )
-        begun = vector.scheme.begin(gradient, self._comm, request, in_place=True)
-        self._begun.append((vector.scheme, begun.without_average()))
-        self.finite &= begun.finite
-        return begun
 
     def _exchange_rows(self, name: str, gradient: Tensor) -> None:
         dtype, shape = gradient.dtype, gradient.shape
