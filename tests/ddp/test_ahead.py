@@ -97,8 +97,6 @@ def half_frozen() -> nn.Module:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "SGD": {},
-    "AdamW": {"by": "AdamW"},
     "the optimiser is given": {"by": "AdamW", "known": True},
     "passes are accumulated": {"passes": 2},
     "other orders of memory": {"by": "AdamW", "model": convolution},

@@ -46,7 +46,10 @@ METHODS = {
     **OTHERS,
 }
 DENSE = ("dense", "torus2d")
-PRESETS = ("mstopk", "dgc", "topk", "gtopk", "sparcml", "chunkwise", "random", "one node")
+PRESETS = (
+    *("mstopk", "dgc", "topk", "gtopk", "sparcml", "chunkwise", "random", "one node"),
+    *("oktopk, estimated", "scalecom between nodes"),
+)
 """What differs from others in nothing that DDP could see, or is in `tests.ddp.test_training`."""
 
 

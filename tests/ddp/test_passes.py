@@ -158,11 +158,14 @@ def train_uneven(comm: Communicator, wrap: dict[str, Any], scheme: str | Scheme)
     return seen
 
 
-@pytest.mark.parametrize("wrap", [{}, {"find_unused_parameters": True}], ids=["plain", "unused"])
 @pytest.mark.parametrize(
-    ("world_size", "scheme"),
-    [(3, "topk"), (3, "scalecom"), (4, Hierarchical(OkTopK(), 2))],
-    ids=["topk", "scalecom", "oktopk between nodes"],
+    ("world_size", "scheme", "wrap"),
+    [
+        (3, "topk", {}),
+        (3, "scalecom", {"find_unused_parameters": True}),
+        (4, Hierarchical(OkTopK(), 2), {}),
+    ],
+    ids=["topk", "scalecom, unused", "oktopk between nodes"],
 )
 def test_ranks_that_run_out_of_data_keep_up(
     run_on: Any, wrap: dict[str, Any], world_size: int, scheme: str | Scheme

@@ -71,7 +71,6 @@ METHODS: dict[str, dict[str, Any]] = {
         for name in (
             "bidirectional",
             "topk",
-            "oktopk",
             "hitopk",
             "dense",
         )

@@ -35,7 +35,6 @@ class AheadCalls(Follower):
     """
 
     def __init__(self, model: nn.Module, ahead: Ahead) -> None:
-        super().__init__(ahead, self._before_step)
         self._model = weakref.ref(model)
         self._values: dict[str, Tensor] = {}
         """The values in the place of parameters in the last forward pass, by name."""
@@ -45,7 +44,9 @@ class AheadCalls(Follower):
         self._swap: Swap | None = None
         """That of the call under way, or of the last one."""
         self._guard = Guard(ahead)
-        self._calls = list(self._calls_of(model))
+        self._calls: list[_Call] = []
+        super().__init__(ahead, self._before_step)
+        self._calls += self._calls_of(model)
         for call in self._calls:
             call.install()
         weakref.finalize(self, _remove, self._calls).atexit = False

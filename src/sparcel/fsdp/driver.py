@@ -14,8 +14,8 @@ from sparcel.errors import warn_on_rank_0
 from sparcel.fsdp.ahead import AheadShards
 from sparcel.fsdp.groups import Parameters, groups_of, recover
 from sparcel.fsdp.hook import Hook
-from sparcel.fsdp.model import check_groups, checked_root, common_mesh, is_copied
-from sparcel.fsdp.ranks import Replicas, columns_of, group_of, group_of_all
+from sparcel.fsdp.model import check_groups, checked_mesh, checked_root, is_copied
+from sparcel.fsdp.ranks import Replicas, checked_columns, checked_replicas, group_of_all
 from sparcel.training import Averager, Shard, Unaveraged
 from sparcel.training.following import watch_steps
 from sparcel.training.names import model_name
@@ -41,15 +41,15 @@ class FSDPDriver:
         self._model = root = checked_root(model)
         recover(root)
         self._groups = check_groups(groups_of(root))
-        replicas = group_of(replicate)
+        replicas = checked_replicas(replicate)
         parameters = Parameters(held for group in self._groups for held in group.held)
         if replicas.size() == 1:
             warn_on_rank_0(
                 "there is only one replica: nothing is exchanged, but a part of the gradients is"
                 " kept back; attach only where there are several replicas"
             )
-        mesh = common_mesh(parameters)
-        columns = columns_of(replicas, mesh)
+        mesh = checked_mesh(parameters)
+        columns = checked_columns(replicas, mesh)
         self.group = group_of_all(columns, replicas, mesh.device_type, group)
         number = next(n for n, ranks in enumerate(columns) if dist.get_rank() in ranks)
         copied = frozenset(n for n, one in parameters.items() if is_copied(one, mesh))

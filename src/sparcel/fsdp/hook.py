@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from sparcel.errors import CommunicationError, InputError
 from sparcel.fsdp.groups import Group, call_after_backward, was_interrupted
+from sparcel.memory import Range
 from sparcel.training import Averager
+from sparcel.training.layout import end_to_end
 
 
 class Hook:
@@ -56,7 +58,7 @@ class Hook:
         self._forward.remove()
         self._give_back(list(self._aside))
 
-    def reduced(self, group: Group) -> None:
+    def take_note_of(self, group: Group) -> None:
         """Take note that FSDP is about to make a group's gradients."""
         if self.closed:
             raise CommunicationError(
@@ -133,13 +135,9 @@ class Hook:
                 " module once in a pass"
             )
         self._queued.update(gradients)
-        vector, starts = _end_to_end(list(gradients.values()))
-        places = {
-            name: (start, start + gradient.numel())
-            for (name, gradient), start in zip(gradients.items(), starts, strict=True)
-        }
-        if vector is None:
-            vector = torch.cat([gradient.flatten() for gradient in gradients.values()])
+        found = _where_they_are(gradients)
+        vector, places = found or end_to_end(gradients)
+        if found is None:
             self._copies += [
                 (gradient, vector[slice(*places[name])].view(gradient.shape))
                 for name, gradient in gradients.items()
@@ -155,22 +153,22 @@ class GroupHook:
 
     def __call__(self, reduced: Tensor) -> None:
         """Take note that a reduce-scatter has returned."""
-        self.hook.reduced(self._group)
+        self.hook.take_note_of(self._group)
 
 
-def _end_to_end(gradients: Sequence[Tensor]) -> tuple[Tensor | None, list[int]]:
-    """Return the vector that gradients are views of, and where they begin in it.
+def _where_they_are(gradients: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Range]] | None:
+    """Return the vector that gradients are views of, and their places; None if they are apart.
 
-    FSDP lays out a group's gradients one after another, each with its padding, which is zero. If
-    they are apart, there is no vector; they begin where each would if they were joined.
+    FSDP lays out a group's gradients one after another, each with its padding, which is zero.
     """
-    first = gradients[0]
-    starts = [int(one.storage_offset()) for one in gradients]
-    stops = [start + one.numel() for start, one in zip(starts, gradients, strict=True)]
-    storages = {one.untyped_storage().data_ptr() for one in gradients if one.numel()}
+    parts = list(gradients.values())
+    starts = [int(one.storage_offset()) for one in parts]
+    stops = [start + one.numel() for start, one in zip(starts, parts, strict=True)]
+    storages = {one.untyped_storage().data_ptr() for one in parts if one.numel()}
     in_order = all(stop <= start for stop, start in zip(stops, starts[1:], strict=False))
     if len(storages) > 1 or not in_order:
-        sizes = accumulate((one.numel() for one in gradients), initial=0)
-        return None, list(sizes)[:-1]
-    whole = first.as_strided((stops[-1] - starts[0],), (1,), starts[0])
-    return whole, [start - starts[0] for start in starts]
+        return None
+    first = starts[0]
+    vector = parts[0].as_strided((stops[-1] - first,), (1,), first)
+    places = ((start - first, stop - first) for start, stop in zip(starts, stops, strict=True))
+    return vector, dict(zip(gradients, places, strict=True))

@@ -94,7 +94,7 @@ def is_copied(parameter: DTensor, mesh: DeviceMesh) -> bool:
     )
 
 
-def common_mesh(parameters: Mapping[str, DTensor]) -> DeviceMesh:
+def checked_mesh(parameters: Mapping[str, DTensor]) -> DeviceMesh:
     """Return the mesh of the ranks that hold a replica of the model together.
 
     Under tensor parallelism that is one of two dimensions, and some parameters are on a part of it.

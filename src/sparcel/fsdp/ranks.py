@@ -17,7 +17,7 @@ Replicas: TypeAlias = DeviceMesh | dist.ProcessGroup | None
 MESH = 'mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))'
 
 
-def group_of(replicate: object) -> dist.ProcessGroup:
+def checked_replicas(replicate: object) -> dist.ProcessGroup:
     """Return the process group that ``replicate=`` means."""
     if isinstance(replicate, dist.ProcessGroup):
         return replicate
@@ -34,7 +34,7 @@ def group_of(replicate: object) -> dist.ProcessGroup:
     )
 
 
-def columns_of(replicas: dist.ProcessGroup, mesh: DeviceMesh) -> list[tuple[int, ...]]:
+def checked_columns(replicas: dist.ProcessGroup, mesh: DeviceMesh) -> list[tuple[int, ...]]:
     """Return the ranks of each shard, in order, by their numbers in the default group; all call.
 
     Parameters

@@ -69,7 +69,7 @@ class Saved:
     faults: list[str]
 
 
-def read(
+def checked(
     state: Mapping[str, Tensor], tensors: Mapping[str, Tensor], ranks: int, shard: Shard | None
 ) -> Saved:
     """Check a state that is loaded for some tensors on so many ranks, and return what it says.
@@ -85,15 +85,15 @@ def read(
         for key in ("steps", "world_size")
         if key not in state
     ]
-    steps = _count(state, "steps", 0, _MOST) or 0
-    saved_by = _count(state, "world_size", 1, _MOST) or ranks
-    beta, flush = _filter(state), _count(state, "flush", 0, FLUSH_STEPS)
-    layout = _layout(state, tensors)
+    steps = _checked_count(state, "steps", 0, _MOST) or 0
+    saved_by = _checked_count(state, "world_size", 1, _MOST) or ranks
+    beta, flush = _checked_filter(state), _checked_count(state, "flush", 0, FLUSH_STEPS)
+    layout = _checked_layout(state, tensors)
     entries = []
     for key, part in state.items():
         if key in COMMON or (isinstance(key, str) and key.startswith(LAYOUT)):
             continue
-        found = _entry(key, part, tensors, saved_by, shard)
+        found = _checked_entry(key, part, tensors, saved_by, shard)
         if isinstance(found, Entry):
             entries.append(found)
         else:
@@ -111,25 +111,25 @@ def key_of(kind: str, rank: int, name: str) -> str:
     return f"{_PREFIXES[kind]}{rank}.{name}"
 
 
-def _count(state: Mapping[str, Any], key: str, at_least: int, at_most: int) -> int | None:
+def _checked_count(state: Mapping[str, Any], key: str, at_least: int, at_most: int) -> int | None:
     """Return a whole number of the state; None if it is not there."""
     if key not in state:
         return None
     return whole_number(state[key], f"the state's {key!r}", at_least, at_most, _WAY_OUT)
 
 
-def _filter(state: Mapping[str, Any]) -> float:
+def _checked_filter(state: Mapping[str, Any]) -> float:
     """Return `Saved.filter`."""
     return checked_filter(state.get("filter", 1.0), "the state's 'filter'", _WAY_OUT)
 
 
-def _layout(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Layout:
+def _checked_layout(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Layout:
     """Return the layout that a state holds; empty if the tensors of now do not fit in it.
 
     This depends only on entries that are the same on all ranks, because ranks must not differ.
     """
     keys = {name: LAYOUT + name for name in tensors if LAYOUT + name in state}
-    places = {name: _place(key, state[key]) for name, key in keys.items()}
+    places = {name: _checked_place(key, state[key]) for name, key in keys.items()}
     # Vectors hold no tensors without elements, whatever an old state says.
     layout = {
         name: place for name, place in places.items() if place.vector >= 0 and tensors[name].numel()
@@ -137,7 +137,7 @@ def _layout(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Layout:
     return layout if fits(layout, tensors) else {}
 
 
-def _place(key: str, entry: object) -> Position:
+def _checked_place(key: str, entry: object) -> Position:
     name = f"the state's {key!r}"
     check_type(entry, Tensor, name, _WAY_OUT)
     assert isinstance(entry, Tensor)
@@ -149,7 +149,7 @@ def _place(key: str, entry: object) -> Position:
     return Position(*entry.tolist())
 
 
-def _entry(
+def _checked_entry(
     key: object,
     part: object,
     tensors: Mapping[str, Tensor],

@@ -28,8 +28,6 @@ Move = kernels.Along | kernels.AsAdam
 Rule = Callable[[Tensor, Mapping[str, Any], Mapping[str, Any]], Move]
 """``(gradient, group, state) -> move``, of arguments as `SaysTwoSteps.two_steps` has them."""
 
-_KNOWN = {torch.optim.SGD: sgd_two_steps, torch.optim.Muon: muon_two_steps}
-
 
 def in_order(memory: Tensor, parameter: Tensor) -> Tensor:
     """Arrange the memory of gradients that were flattened in logical order."""
@@ -106,20 +104,19 @@ class Ahead:
         if not names:
             return
         rule = _rule_of(optimizer)
-        if rule is not None:
-            self._rules[optimizer] = rule
-            self._staying.difference_update(names)
-            if isinstance(optimizer, torch.optim.Muon) and _selects(self._residuals.template):
-                warn_on_rank_0(
-                    f"Muon updates {names[0]!r}, and loses accuracy where ranks send a selection:"
-                    " in a recorded task perplexity ended 5 % above dense training's, and 1 % above"
-                    " where all was sent in 4 bits, as attach(model, density=1) does without a name"
-                )
+        if rule is None:
+            self._staying.update(names)
+            self._unknown.setdefault(type(optimizer).__name__, names[0])
+            self.warn_of_unknown()
             return
-        self._staying.update(names)
-        for name in names:
-            self._unknown.setdefault(type(optimizer).__name__, name)
-        self.warn_of_unknown()
+        self._rules[optimizer] = rule
+        self._staying.difference_update(names)
+        if isinstance(optimizer, torch.optim.Muon) and _selects(self._residuals.template):
+            warn_on_rank_0(
+                f"Muon updates {names[0]!r}, and loses accuracy where ranks send a selection:"
+                " in a recorded task perplexity ended 5 % above dense training's, and 1 % above"
+                " where all was sent in 4 bits, as attach(model, density=1) does without a name"
+            )
 
     def moves_by(self, optimizer: Optimizer) -> bool:
         """Tell whether an optimiser updates parameters that may be moved."""
@@ -240,12 +237,7 @@ def _rule_of(optimizer: Optimizer) -> Rule | None:
     """Return how two steps of an optimiser move parameters, None if that is not known."""
     if isinstance(optimizer, SaysTwoSteps):
         return partial(_along, optimizer.two_steps)
-    if isinstance(optimizer, torch.optim.Adam):
-        return adam_move
-    for kind, two_steps in _KNOWN.items():
-        if isinstance(optimizer, kind):
-            return partial(_along, two_steps)
-    return None
+    return next((rule for kind, rule in _RULES.items() if isinstance(optimizer, kind)), None)
 
 
 def _along(
@@ -256,3 +248,10 @@ def _along(
 ) -> Move:
     rate, direction = two_steps(gradient, group, state)
     return kernels.Along(direction, rate)
+
+
+_RULES: dict[type[Optimizer], Rule] = {
+    torch.optim.SGD: partial(_along, sgd_two_steps),
+    torch.optim.Muon: partial(_along, muon_two_steps),
+    torch.optim.Adam: adam_move,
+}

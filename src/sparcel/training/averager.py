@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from itertools import accumulate, pairwise
 from os import PathLike
 
 import torch
@@ -28,7 +27,7 @@ from sparcel.training.checks import (
     device_of,
 )
 from sparcel.training.handle import Handle
-from sparcel.training.layout import Queued
+from sparcel.training.layout import Queued, end_to_end
 from sparcel.training.policy import Policy, Scope, stays_dense, treat
 from sparcel.training.ranks import Ranks
 from sparcel.training.residuals import Residuals
@@ -186,19 +185,18 @@ class Averager:
         if self._session.step is not None:
             raise InputError("tensors are queued already; finish() that step before average()")
         updates: dict[str, Tensor] = {}
-        by_dtype: dict[torch.dtype, list[str]] = {}
+        by_dtype: dict[torch.dtype, dict[str, Tensor]] = {}
         for name in treatment.tensors:  # in an order that all ranks share
             if name in treatment.rows:
                 self.queue_rows(name, gradients[name].detach())
             else:
-                by_dtype.setdefault(gradients[name].dtype, []).append(name)
-        for names in by_dtype.values():
-            vector = torch.cat([gradients[name].detach().flatten() for name in names])
-            stops = accumulate((gradients[name].numel() for name in names), initial=0)
-            places = dict(zip(names, pairwise(stops), strict=True))
+                gradient = gradients[name].detach()
+                by_dtype.setdefault(gradient.dtype, {})[name] = gradient
+        for parts in by_dtype.values():
+            vector, places = end_to_end(parts)
             self.queue(vector, places)
             for name, (start, stop) in places.items():
-                updates[name] = vector[start:stop].view(gradients[name].shape)
+                updates[name] = vector[start:stop].view(parts[name].shape)
         updates |= self.finish()
         return {name: updates[name] for name in gradients}
 

@@ -12,7 +12,7 @@ from sparcel._checks import all_finite, whole_number
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, warn
 from sparcel.memory import saturate
-from sparcel.training._saved import LAYOUT, Entry, key_of, read
+from sparcel.training._saved import LAYOUT, Entry, checked, key_of
 from sparcel.training.flush import FLUSH_STEPS
 from sparcel.training.layout import Position
 from sparcel.training.ranks import Ranks
@@ -90,7 +90,7 @@ def load(
     checked first, and nothing changes if it is refused.
     """
     rank, size = ranks.comm.rank, ranks.comm.size
-    saved = read(state, tensors, size, ranks.shard)
+    saved = checked(state, tensors, size, ranks.shard)
     inherited, faults = range(rank, saved.ranks, size), saved.faults
     entries = [entry for entry in saved.entries if entry.rank in inherited]
     found = {(entry.rank, entry.name) for entry in entries if entry.kind == "memory"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -115,6 +115,13 @@ def rearranged(
         moved = [_moved(by_name[name], start) for _, start, name in members]
         vectors.append((tuple(moved), layout[moved[0].name].size))
     return [] if vectors == [(pieces, size)] else vectors
+
+
+def end_to_end(tensors: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Range]]:
+    """Copy tensors of one dtype to a flat vector; return it, and where each lies in it, by name."""
+    vector = torch.cat([tensor.flatten() for tensor in tensors.values()])
+    stops = accumulate((tensor.numel() for tensor in tensors.values()), initial=0)
+    return vector, dict(zip(tensors, pairwise(stops), strict=True))
 
 
 def copy_pieces(

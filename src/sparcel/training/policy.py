@@ -163,7 +163,7 @@ def treat(
         When densities are given for a scheme that sends all.
     """
     known(scope, get_args(Scope), "scope")
-    densities = _own_densities(patterns, tensors)
+    densities = _checked_densities(patterns, tensors)
     selects = bool(scheme.remembers)
     if densities and not selects:
         warn_on_rank_0(
@@ -180,7 +180,7 @@ def treat(
     return Treatment(scope, tensors, frozenset(rows), eligible, densities, selects)
 
 
-def _own_densities(patterns: Mapping[str, float], names: Collection[str]) -> dict[str, float]:
+def _checked_densities(patterns: Mapping[str, float], names: Collection[str]) -> dict[str, float]:
     """Return the density of each tensor whose name fits a pattern, by the first that it fits.
 
     Raises
