@@ -18,7 +18,8 @@ from sparcel.errors import InputError, known
 from sparcel.fsdp import FSDPDriver, Replicas, is_sharded
 from sparcel.rates import Rates
 from sparcel.schemes import Scheme, Settings, chosen_scheme
-from sparcel.training import Averager, Carrier, Driver, Handle, Policy, Scope, stays_dense
+from sparcel.training import Averager, Carrier, Handle, Policy, Scope, stays_dense
+from sparcel.training.driver import Driver
 from sparcel.training.momentum import check_momentum
 from sparcel.training.names import model_patterns
 

@@ -14,9 +14,11 @@ from sparcel.ddp.ahead import AheadCalls
 from sparcel.ddp.hook import Hook
 from sparcel.ddp.model import checked_model
 from sparcel.errors import InputError
-from sparcel.training import Arrange, Averager, Shard, Unaveraged
+from sparcel.training import Averager, Shard
+from sparcel.training.ahead import Arrange
 from sparcel.training.following import watch_steps
 from sparcel.training.names import model_name
+from sparcel.training.unaveraged import Unaveraged
 
 _WAS_LATE = "was frozen when the model was wrapped, or was no part of it"
 _WAY_OUT = "close() the handle, wrap the module in a new DistributedDataParallel, attach again"

@@ -16,9 +16,10 @@ from sparcel.fsdp.groups import Parameters, groups_of, recover
 from sparcel.fsdp.hook import Hook
 from sparcel.fsdp.model import check_groups, checked_mesh, checked_root, is_copied
 from sparcel.fsdp.ranks import Replicas, checked_columns, checked_replicas, group_of_all
-from sparcel.training import Averager, Shard, Unaveraged
+from sparcel.training import Averager, Shard
 from sparcel.training.following import watch_steps
 from sparcel.training.names import model_name
+from sparcel.training.unaveraged import Unaveraged
 
 _WAS_LATE = "was no part of the model when it was attached"
 _WAY_OUT = "apply fully_shard to it, close() the handle, attach again"

@@ -1,25 +1,21 @@
 """Named tensors in, updates out, all or nothing: what the drivers of all wrappers share."""
 
 from sparcel.schemes.meter import Costs
-from sparcel.training.ahead import Ahead, Arrange
+from sparcel.training.ahead import Ahead
 from sparcel.training.averager import Averager
 from sparcel.training.carrier import Carrier
-from sparcel.training.driver import Driver
 from sparcel.training.following import Follower
 from sparcel.training.handle import Handle
 from sparcel.training.policy import Policy, Scope, stays_dense
 from sparcel.training.schedule import Phase, Schedule
 from sparcel.training.shard import Shard
 from sparcel.training.stats import Stats
-from sparcel.training.unaveraged import Unaveraged
 
 __all__ = [
     "Ahead",
-    "Arrange",
     "Averager",
     "Carrier",
     "Costs",
-    "Driver",
     "Follower",
     "Handle",
     "Phase",
@@ -28,6 +24,5 @@ __all__ = [
     "Scope",
     "Shard",
     "Stats",
-    "Unaveraged",
     "stays_dense",
 ]
