@@ -117,10 +117,11 @@ def attach(
     Warns
     -----
     SparcelWarning
-        For a scheme with momentum if ``optimizer`` is not given; for ``density=1`` in a format
-        that rounds nothing; for ``densities`` with a scheme that sends all, which wait for
-        `Handle.switch`; with ``ahead``, for Muon if the scheme selects, and for an optimiser whose
-        steps are not known (see `sparcel.training.Ahead`), now or at its first step.
+        Printed by rank 0 alone. For a scheme with momentum if ``optimizer`` is not given; for
+        ``density=1`` in a format that rounds nothing; for ``densities`` with a scheme that sends
+        all, which wait for `Handle.switch`; with ``ahead``, for Muon if the scheme selects, and for
+        an optimiser whose steps are not known (see `sparcel.training.Ahead`), now or at its first
+        step.
 
     Notes
     -----
