@@ -64,7 +64,7 @@ MESHES = [(2, 4), (4, 2), (1, 2), (8, 1)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), pairwise([*MESHES, MESHES[0]]))
+@pytest.mark.parametrize(("before", "after"), list(pairwise([*MESHES, MESHES[0]])))
 def test_other_meshes_load_all_that_is_owed(
     run_on: Any, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
