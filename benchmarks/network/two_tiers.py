@@ -42,27 +42,27 @@ from benchmarks.network.tree import tree_all_reduce
 from benchmarks.record import Row, network, show, write
 from sparcel import scheme, units
 from sparcel.bench.engines import BenchEngine, connected
-from sparcel.schemes import Meter, Request, Scheme
+from sparcel.schemes import Costs, Request, Scheme
 
 METHODS = ("NaiveAG", "TreeAR", "engine", "2DTAR", "HiTopKComm")
 SIZES = [1_000_000, 4_000_000, 16_000_000, 64_000_000]
 
 
 @dataclass
-class Stopwatch(Meter):
+class Stopwatch(Costs):
     """A meter that also keeps the times of a step's parts, in order."""
 
     parts: list[float] = field(default_factory=list)
 
     @contextmanager
     def selecting(self) -> Iterator[None]:
-        """See `Meter.selecting`."""
+        """See `Costs.selecting`."""
         with super().selecting(), self._kept():
             yield
 
     @contextmanager
     def communicating(self) -> Iterator[None]:
-        """See `Meter.communicating`."""
+        """See `Costs.communicating`."""
         with super().communicating(), self._kept():
             yield
 

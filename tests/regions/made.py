@@ -18,7 +18,7 @@ from sparcel.comm import SimulatedCommunicator
 from sparcel.formats import FewBits, Format
 from sparcel.regions.by_streams import ByStreams
 from sparcel.regions.fused import Fused
-from sparcel.schemes import Bidirectional, Meter, Request
+from sparcel.schemes import Bidirectional, Costs, Request
 from tests.kernels.paths import Case, isas, using
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -98,7 +98,7 @@ class Found(NamedTuple):
 
     updates: list[Tensor]
     memories: list[Tensor | None]
-    meter: Meter
+    meter: Costs
     traffic: tuple[int, int, int]
     messages: list[list[Tensor]]
     """Of each exchange what it sent, by destination."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import sparcel
 from sparcel.errors import InputError
-from sparcel.schemes import Hierarchical, Meter, Request
+from sparcel.schemes import Costs, Hierarchical, Request
 from tests.schemes.steps import (
     INTEGERS,
     SPARSE,
@@ -131,7 +131,7 @@ def test_warmup_densities_each_serve_their_steps(name):
     def on_rank(comm):
         scheme, asked = sparcel.scheme(name, density=0.01, warmup=[1, 0.25], warmup_steps=2), []
         for step in range(7):
-            meter = Meter()
+            meter = Costs()
             gradient = integers(comm.rank, step, 1000)
             if step == 1:
                 gradient[0] = float("nan")
@@ -313,7 +313,7 @@ def test_reused_thresholds_follow_the_warm_up():
         )
         counts = []
         for step in range(15):
-            meter = Meter()
+            meter = Costs()
             scheme.step(normal(comm.rank, step, 2000), comm, request=Request(meter=meter))
             counts.append(meter.reduced)
         return counts

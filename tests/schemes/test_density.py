@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparcel
-from sparcel.schemes import Hierarchical, Meter, Request, TopK, front_loaded, front_loaded_shares
+from sparcel.schemes import Costs, Hierarchical, Request, TopK, front_loaded, front_loaded_shares
 from sparcel.schemes.density import count_for
 from tests.schemes.steps import integers, memory_of, normal, simulate_nodes, total
 
@@ -51,7 +51,7 @@ def asked_in(scheme, comm, steps, void=(), front=True, layers=()):
     """Return how many coordinates each step asked for."""
     asked = []
     for step in range(steps):
-        meter = Meter()
+        meter = Costs()
         gradient = integers(comm.rank, step, SIZE)
         if step in void:
             gradient[0] = math.nan
@@ -146,7 +146,7 @@ def test_reused_thresholds_follow_the_front():
     def on_rank(comm):
         scheme, counts = sparcel.scheme("oktopk", density=0.001, threshold="reuse"), []
         for step in range(16):
-            meter = Meter()
+            meter = Costs()
             request = Request(front_loaded=True, meter=meter)
             scheme.step(normal(comm.rank, step, 2000), comm, request=request)
             counts.append((meter.asked, meter.reduced))

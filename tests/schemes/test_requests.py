@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import sparcel
 from sparcel import simulate
 from sparcel.memory import wide_dtype
-from sparcel.schemes import Auto, Dense, Meter, Request, TopK
+from sparcel.schemes import Auto, Costs, Dense, Request, TopK
 from tests.schemes.steps import (
     DISTINCT,
     INTEGERS,
@@ -158,7 +158,7 @@ def test_what_rounding_gives_back_has_not_left_the_memory():
         scheme, magnitudes = TopK(1.0, format="raw:4"), []
         gradient = normal(comm.rank, 0, 500)
         for sent in (gradient, gradient * math.nan):
-            meter = Meter()
+            meter = Costs()
             scheme.step(sent, comm, request=Request(meter=meter))
             magnitudes.append(meter.magnitude)
         return magnitudes, float(gradient.abs().sum() - scheme.memory.abs().sum())

@@ -12,7 +12,7 @@ from sparcel import simulate
 from sparcel.errors import InputError, MismatchError
 from sparcel.formats.header import HEADER_BYTES
 from sparcel.schemes import SCHEMES as TABLE
-from sparcel.schemes import Meter, Request
+from sparcel.schemes import Costs, Request
 from tests.collectives.test_others import largest, tree
 from tests.schemes.steps import copy_of, integers, normal, run, total
 
@@ -26,7 +26,7 @@ def step_once(make, world, gradients):
     """Do one step; return the update, and the memories and meters by rank."""
 
     def on_rank(comm):
-        scheme, meter = make(), Meter()
+        scheme, meter = make(), Costs()
         update = scheme.step(gradients[comm.rank].clone(), comm, request=Request(meter=meter))
         return update, scheme.memory, meter
 

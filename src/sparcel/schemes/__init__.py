@@ -15,13 +15,13 @@ from sparcel.schemes.auto import stages_by as auto_stages_by
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.bidirectional import Bidirectional
 from sparcel.schemes.bidirectional import stages as bidirectional_stages
+from sparcel.schemes.costs import Costs
 from sparcel.schemes.dense import Dense, engine_stages
 from sparcel.schemes.dense import stages as dense_stages
 from sparcel.schemes.density import checked_density, front_loaded, front_loaded_shares
 from sparcel.schemes.gtopk import GTopK
 from sparcel.schemes.gtopk import stages as gtopk_stages
 from sparcel.schemes.hierarchical import Hierarchical
-from sparcel.schemes.meter import Meter
 from sparcel.schemes.oktopk import OkTopK
 from sparcel.schemes.oktopk import stages as oktopk_stages
 from sparcel.schemes.outcome import Begun
@@ -52,11 +52,11 @@ __all__ = [
     "Auto",
     "Begun",
     "Bidirectional",
+    "Costs",
     "Dense",
     "GTopK",
     "Hierarchical",
     "Layer",
-    "Meter",
     "OkTopK",
     "Request",
     "ScaleCom",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from sparcel.comm import Communicator
 from sparcel.memory import Range
-from sparcel.schemes.meter import Meter
+from sparcel.schemes.costs import Costs
 
 Layer = tuple[int, int, float | None]
 """``(start, stop, density)``: consecutive coordinates with a density of their own. None stands for
@@ -51,7 +51,7 @@ class Request:
     ranks: int | None = None
     scale: float = 1.0
     front_loaded: bool = False
-    meter: Meter = field(default_factory=Meter)
+    meter: Costs = field(default_factory=Costs)
 
     def divisor(self, comm: Communicator) -> int:
         """Return how many ranks the average is over."""

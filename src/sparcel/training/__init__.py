@@ -1,6 +1,6 @@
 """Named tensors in, updates out, all or nothing: what the drivers of all wrappers share."""
 
-from sparcel.schemes.meter import Costs
+from sparcel.schemes.costs import Costs
 from sparcel.training.ahead import Ahead
 from sparcel.training.averager import Averager
 from sparcel.training.carrier import Carrier

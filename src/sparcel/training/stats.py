@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sparcel.schemes.meter import Costs
+from sparcel.schemes.costs import Costs
 
 _AMOUNTS = (
     "messages_sent",

@@ -19,7 +19,7 @@ from sparcel.errors import InputError
 from sparcel.memory import wide_dtype
 from sparcel.profiling import profiled
 from sparcel.schemes import Begun, Request, Scheme
-from sparcel.schemes.meter import Costs
+from sparcel.schemes.costs import Costs
 from sparcel.side_stream import used_here
 from sparcel.stream import SparseStream
 from sparcel.training._rows import coalesced, poisoned

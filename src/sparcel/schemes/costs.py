@@ -101,9 +101,6 @@ class Costs:
 
 _all = attrgetter(*(field.name for field in fields(Costs)))
 
-Meter = Costs
-"""The name that schemes have for the costs of the step that runs."""
-
 
 class _Block(AbstractContextManager[None]):
     """A block whose time is added to one of the costs, unless it raises."""
