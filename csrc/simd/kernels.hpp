@@ -78,8 +78,8 @@ using Accumulate = size_t (*)(const Addition<Float>& addition, const Float* grad
 // How values become few bits: see `sparcel.kernels.definitions.few_bits`.
 struct Coding {
     int bits;
-    size_t block;
-    bool two_means;   // whether a block has two scales
+    size_t group;     // how many values share a scale, or two: `block` in Python
+    bool two_means;   // whether a group has two scales
     bool narrow;      // whether scales are those of bfloat16
     bool stochastic;  // whether values are rounded at random, by `seed`
     uint64_t seed;
@@ -88,18 +88,18 @@ struct Coding {
     size_t scales() const { return two_means ? 2 : 1; }
     size_t per_byte() const { return size_t(8 / bits); }
     size_t code_bytes(size_t n) const { return (n + per_byte() - 1) / per_byte(); }
-    size_t scales_of(size_t n) const { return (n + block - 1) / block * scales(); }
+    size_t scales_of(size_t n) const { return (n + group - 1) / group * scales(); }
 };
 
 constexpr size_t kMostResidual = 64;
 
-// The passes over several blocks; `codes` has a byte for each value, with 8 bytes of room after
-// them, and `sums` has room for as many numbers as a block has. Random number i is number
+// The passes over several groups; `codes` has a byte for each value, with 8 bytes of room after
+// them, and `sums` has room for as many numbers as a group has. Random number i is number
 // `offset + i` of the sequence.
 struct CodePasses {
     void (*quantize)(const Coding& coding, const float* x, size_t n, uint64_t offset, double* sums,
                      uint8_t* codes, float* scales, float* values);
-    // Rounds x to nearest, in blocks of at most kMostResidual, and writes x less what it became;
+    // Rounds x to nearest, in groups of at most kMostResidual, and writes x less what it became;
     // `residual` may be x. Returns by how much the sum of the magnitudes falls.
     double (*residual)(const Coding& coding, const float* x, size_t n, double* sums, uint8_t* codes,
                        float* scales, float* residual);

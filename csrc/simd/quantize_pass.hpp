@@ -1,4 +1,4 @@
-// Vectors in few bits a value, block by block, in loops that each instruction set's compiler
+// Vectors in few bits a value, group by group, in loops that each instruction set's compiler
 // vectorises. `sparcel.kernels.definitions.few_bits` says what they compute.
 #pragma once
 
@@ -49,7 +49,7 @@ inline void philox(uint64_t first_block, uint64_t seed, uint32_t (&words)[kPhilo
     }
 }
 
-// The words of one window of the random sequence, which several short blocks share.
+// The words of one window of the random sequence, which several short groups share.
 struct Window {
     uint64_t seed;
     uint64_t start = UINT64_MAX;
@@ -61,7 +61,7 @@ struct Window {
     }
 };
 
-// Calls run(n). Loops over the usual lengths of blocks are compiled for these alone.
+// Calls run(n). Loops over the usual lengths of groups are compiled for these alone.
 template <class Run>
 [[gnu::always_inline]] inline void with_usual_length(size_t n, const Run& run) {
     if (n == 64) return run(std::integral_constant<size_t, 64>());
@@ -69,7 +69,7 @@ template <class Run>
     run(n);
 }
 
-// Returns the largest magnitude of a block, NaN if one is not finite.
+// Returns the largest magnitude of a group, NaN if one is not finite.
 [[gnu::always_inline]] inline float largest_magnitude(const float* x, size_t n) {
     uint32_t largest = 0;
     for (size_t i = 0; i < n; ++i) {
@@ -90,7 +90,7 @@ inline float signed_as(float magnitude, bool negative) {
     return from_bits(bits_of(magnitude) | uint32_t(negative) << 31);
 }
 
-// Rounds a block to the nearest of `levels` levels of a scale.
+// Rounds a group to the nearest of `levels` levels of a scale.
 [[gnu::always_inline]] inline void round_to_nearest(const float* x, size_t n, int levels,
                                                     float scale, uint8_t* codes, float* values) {
     const float inverse = float(levels) / scale, step = scale / float(levels);
@@ -103,7 +103,7 @@ inline float signed_as(float magnitude, bool negative) {
     }
 }
 
-// Rounds a block to one of the two levels around each value, at random and without bias.
+// Rounds a group to one of the two levels around each value, at random and without bias.
 inline void round_at_random(const float* x, size_t n, int levels, float scale, uint64_t offset,
                             Window& random, uint8_t* codes, float* values) {
     const float step = scale / float(levels);
@@ -141,7 +141,7 @@ template <class Number>
     return sums[0];
 }
 
-// Rounds a block to two magnitudes, the means of those up to the mean and of those above.
+// Rounds a group to two magnitudes, the means of those up to the mean and of those above.
 [[gnu::always_inline]] inline void round_to_means(const float* x, size_t n, bool narrow,
                                                   double* sums, uint8_t* codes, float* scales,
                                                   float* values) {
@@ -167,8 +167,8 @@ template <class Number>
     }
 }
 
-// Rounds a block, and writes its scales.
-[[gnu::always_inline]] inline void quantize_block(const Coding& coding, const float* x, size_t n,
+// Rounds a group, and writes its scales.
+[[gnu::always_inline]] inline void quantize_group(const Coding& coding, const float* x, size_t n,
                                                   uint64_t offset, double* sums, Window& random,
                                                   uint8_t* codes, float* scales, float* values) {
     constexpr float smallest = 0x1p-100f, most = 3.4e38f;
@@ -194,41 +194,41 @@ template <class Number>
     }
 }
 
-inline void quantize_blocks(const Coding& coding, const float* x, size_t n, uint64_t offset,
+inline void quantize_groups(const Coding& coding, const float* x, size_t n, uint64_t offset,
                             double* sums, uint8_t* codes, float* scales, float* values) {
     Window random{coding.seed};
-    for (size_t at = 0; at < n; at += coding.block, scales += coding.scales()) {
-        const size_t length = std::min(coding.block, n - at);
+    for (size_t at = 0; at < n; at += coding.group, scales += coding.scales()) {
+        const size_t length = std::min(coding.group, n - at);
         const auto round = [&](auto count) {
-            quantize_block(coding, x + at, count, offset + at, sums, random, codes + at, scales,
+            quantize_group(coding, x + at, count, offset + at, sums, random, codes + at, scales,
                            values + at);
         };
         with_usual_length(length, round);
     }
 }
 
-inline double residual_blocks(const Coding& coding, const float* x, size_t n, double* sums,
+inline double residual_groups(const Coding& coding, const float* x, size_t n, double* sums,
                               uint8_t* codes, float* scales, float* residual) {
     Window random{coding.seed};
     float fell[kMostResidual] = {};
-    for (size_t at = 0; at < n; at += coding.block, scales += coding.scales()) {
+    for (size_t at = 0; at < n; at += coding.group, scales += coding.scales()) {
         const auto round = [&](auto count) {
             float values[kMostResidual];
-            quantize_block(coding, x + at, count, 0, sums, random, codes + at, scales, values);
+            quantize_group(coding, x + at, count, 0, sums, random, codes + at, scales, values);
             for (size_t i = 0; i < count; ++i) {
                 const float value = x[at + i], rest = value - values[i];
                 fell[i] += __builtin_fabsf(value) - __builtin_fabsf(rest);
                 residual[at + i] = rest;
             }
         };
-        with_usual_length(std::min(coding.block, n - at), round);
+        with_usual_length(std::min(coding.group, n - at), round);
     }
     double total = 0;
     for (const float one : fell) total += double(one);
     return total;
 }
 
-[[gnu::always_inline]] inline void dequantize_block(const Coding& coding, const uint8_t* codes,
+[[gnu::always_inline]] inline void dequantize_group(const Coding& coding, const uint8_t* codes,
                                                     size_t n, const float* scales, float* values) {
     const int levels = coding.levels();
     if (coding.scales() == 2) {
@@ -246,13 +246,13 @@ inline double residual_blocks(const Coding& coding, const float* x, size_t n, do
     }
 }
 
-inline void dequantize_blocks(const Coding& coding, const uint8_t* codes, size_t n,
+inline void dequantize_groups(const Coding& coding, const uint8_t* codes, size_t n,
                               const float* scales, float* values) {
-    for (size_t at = 0; at < n; at += coding.block, scales += coding.scales()) {
+    for (size_t at = 0; at < n; at += coding.group, scales += coding.scales()) {
         const auto decode = [&](auto count) {
-            dequantize_block(coding, codes + at, count, scales, values + at);
+            dequantize_group(coding, codes + at, count, scales, values + at);
         };
-        with_usual_length(std::min(coding.block, n - at), decode);
+        with_usual_length(std::min(coding.group, n - at), decode);
     }
 }
 
@@ -295,7 +295,7 @@ inline void unpack_codes(int bits, const uint8_t* packed, size_t n, uint8_t* cod
     }
 }
 
-constexpr CodePasses code_passes = {quantize_blocks, residual_blocks, dequantize_blocks, pack_codes,
+constexpr CodePasses code_passes = {quantize_groups, residual_groups, dequantize_groups, pack_codes,
                                     unpack_codes};
 
 }  // namespace

@@ -13,7 +13,7 @@ Coding coding_of(int bits, size_t block, size_t n) {
     require(bits == 8 || bits == 4 || bits == 2, "bits must be 8, 4 or 2");
     require(block > 0, "block must be at least 1");
     return {.bits = bits,
-            .block = std::min(block, std::max<size_t>(n, 1)),
+            .group = std::min(block, std::max<size_t>(n, 1)),
             .two_means = false,
             .narrow = false,
             .stochastic = false,

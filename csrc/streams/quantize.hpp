@@ -12,17 +12,17 @@
 
 namespace sparcel {
 
-// Runs over parts of a vector that begin at whole bytes of codes and at whole blocks, and fit into
-// a core's cache where blocks are short. `run` gets a part's begin and end, and a byte for each of
+// Runs over parts of a vector that begin at whole bytes of codes and at whole groups, and fit into
+// a core's cache where groups are short. `run` gets a part's begin and end, and a byte for each of
 // its codes.
 template <class Run>
 void over_parts(const Coding& coding, size_t n, int threads, const Run& run) {
-    const size_t entries = coding.block * std::max<size_t>(4, 4096 / coding.block / 4 * 4);
+    const size_t entries = coding.group * std::max<size_t>(4, 4096 / coding.group / 4 * 4);
     const size_t parts = (n + entries - 1) / entries;
     const size_t tasks = std::min(useful_threads(n, threads), std::max<size_t>(parts, 1));
     parallel(tasks, [&](size_t task) {
         Buffer<uint8_t> codes(std::min(entries, n) + 8);
-        Buffer<double> sums(coding.two_means ? coding.block : 0);
+        Buffer<double> sums(coding.two_means ? coding.group : 0);
         for (size_t part = split_point(parts, task, tasks);
              part < split_point(parts, task + 1, tasks); ++part) {
             run(part * entries, std::min(n, (part + 1) * entries), codes.data(), sums.data());
@@ -36,7 +36,7 @@ inline void quantize(const Coding& coding, const float* x, size_t n, uint64_t of
     const CodePasses& passes = kernels().codes;
     over_parts(coding, n, threads, [&](size_t begin, size_t end, uint8_t* codes, double* sums) {
         passes.quantize(coding, x + begin, end - begin, offset + begin, sums, codes,
-                        scales + begin / coding.block * coding.scales(), values + begin);
+                        scales + begin / coding.group * coding.scales(), values + begin);
         passes.pack(coding.bits, codes, end - begin, packed + begin / coding.per_byte());
     });
 }
@@ -47,7 +47,7 @@ inline void dequantize(const Coding& coding, const uint8_t* packed, const float*
     over_parts(coding, n, threads, [&](size_t begin, size_t end, uint8_t* codes, double*) {
         passes.unpack(coding.bits, packed + begin / coding.per_byte(), end - begin, codes);
         passes.dequantize(coding, codes, end - begin,
-                          scales + begin / coding.block * coding.scales(), values + begin);
+                          scales + begin / coding.group * coding.scales(), values + begin);
     });
 }
 

@@ -119,7 +119,7 @@ bool read_packed() {
 void read_few_bits() {
     const size_t n = below(300);
     Coding coding{.bits = 2 << below(3),
-                  .block = 8 * (1 + below(20)),
+                  .group = 8 * (1 + below(20)),
                   .two_means = false,
                   .narrow = one_in(2),
                   .stochastic = one_in(2),
@@ -143,7 +143,7 @@ Header region_header(size_t length, bool dense) {
 // vector, and writes it. Returns whether it was read.
 bool read_region() {
     Coding coding{.bits = 2 << below(3),
-                  .block = size_t{8} << below(4),
+                  .group = size_t{8} << below(4),
                   .two_means = false,
                   .narrow = true,
                   .stochastic = false,
@@ -160,19 +160,17 @@ bool read_region() {
     const size_t most = dense ? length : below(length + 1);
     Selected selected(coding, length, most, dense);
     const bool adds = one_in(2);
-    regions.each_block(rank, 0, regions.blocks(rank), [&](size_t begin, size_t n, size_t place) {
+    regions.each_piece(rank, 0, regions.blocks(rank), [&](size_t begin, size_t n, size_t place) {
         const float* const memory = adds ? x.data() + begin : nullptr;
         const float* const addend = adds ? zeros.data() + begin : nullptr;
         float* const to = (adds ? sums : x).data() + begin;
         selected.take(memory, addend, to, n, begin, place, limits);
     });
-    selected.finish();
     const Header header = region_header(length, dense);
-    size_t bytes;
-    const Buffer<uint8_t> made = selected.message(header, bytes);
-    std::vector<uint8_t> message(made.data(), made.data() + bytes);
+    const Written made = selected.finish(header);
+    std::vector<uint8_t> message(made.bytes.data(), made.bytes.data() + made.length);
     const auto whole = read_packed(message.data(), message.size(), header, coding);
-    expect(whole.has_value() && whole->count == selected.count(), "a valid message was refused");
+    expect(whole.has_value() && whole->count == made.count, "a valid message was refused");
     mutate(one_in(4) ? bytes_of(message) : bytes_of(message).subspan(sizeof(Header)));
     if (one_in(4)) {
         message.resize(below(message.size() + 1));

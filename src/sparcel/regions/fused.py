@@ -39,7 +39,7 @@ class Fused:
         self._addition, self._wire = addition, wire
         code = wire.format.value_code
         assert isinstance(code, FewBits), "can() asked"
-        self._bits, self._scaled = code.bits, code.block
+        self._bits, self._group = code.bits, code.block
         self.sent, self.magnitude = 0, 0.0
 
     @staticmethod
@@ -75,7 +75,7 @@ class Fused:
             up.most,
             up.dense,
             self._bits,
-            self._scaled,
+            self._group,
             wire.step,
             _headers(wire.format, up),
             torch.get_num_threads(),
@@ -96,7 +96,7 @@ class Fused:
             down.most[wire.rank],
             down.dense,
             self._bits,
-            self._scaled,
+            self._group,
             wire.step,
             _headers(wire.format, down)[wire.rank],
             torch.get_num_threads(),
@@ -116,7 +116,7 @@ class Fused:
             _headers(self._wire.format, down),
             down.regions.block,
             self._bits,
-            self._scaled,
+            self._group,
             divisor,
             out,
             torch.get_num_threads(),
