@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from sparcel import SparseStream, kernels
-from sparcel.kernels.cpu_mstopk import nth_largest, reaching
-from sparcel.kernels.definitions.mstopk import rounded
 from sparcel.selectors import Selector
-from sparcel.selectors.base import stream_of
+from sparcel.selectors.base import reaching, stream_of
 from sparcel.selectors.draws import integers
+from sparcel.selectors.mstopk import rounded
 
 SMALLEST_SAMPLE = 512
 
@@ -46,15 +45,16 @@ class GaussianK(Selector):
 
     def select(self, x: Tensor, k: int, step: int = 0) -> SparseStream:
         if self.factor is None:
-            indices, values = kernels.threshold_select(x, _estimate(x, k, nth_largest(x, 1)))
-            return stream_of(indices.to(kernels.index_dtype(x.numel())), values, x)
+            peak = float(x.abs().max()) if x.numel() else 0.0
+            return stream_of(*kernels.threshold_select(x, _estimate(x, k, peak)), x)
         indices, values = kernels.topk(x, self.most(k, x.numel()))
         if values.numel() == 0:
             return stream_of(indices, values, x)
         threshold = _estimate(x, k, float(values.abs().max()))
         # More than 3k/4 pass if this magnitude does.
-        last = nth_largest(values, 3 * k // 4 + 1)
-        if last == 0:
+        passing = kernels.topk(values, 3 * k // 4 + 1)[1]
+        last = float(passing.abs().min())
+        if passing.numel() <= 3 * k // 4:
             threshold = 0.0
         while not (threshold == 0 or last >= rounded(threshold, x)):
             # The product may round back to the same number if that is very small.

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from sparcel import _cpu, device
-from sparcel.kernels import cpu, cpu_ahead, cpu_mstopk
+from sparcel.kernels import cpu, cpu_ahead
 from sparcel.kernels.addition import Addition as Addition
 from sparcel.kernels.definitions import ahead, few_bits, packing, reduce, select, sets, squares
-from sparcel.kernels.definitions import mstopk as sampled
 from sparcel.kernels.definitions.ahead import AdamScale as AdamScale
 from sparcel.kernels.definitions.ahead import Along as Along
 from sparcel.kernels.definitions.ahead import AsAdam as AsAdam
@@ -31,32 +30,29 @@ from sparcel.kernels.definitions.squares import CHUNK as CHUNK
 from sparcel.kernels.dispatch import by_device
 
 # One line a kernel, one column a type of device; callers choose nothing.
-topk = by_device(select.topk, cpu.topk, "topk")
-topk_chunked = by_device(select.topk_chunked, cpu.topk_chunked, "topk_chunked")
-accumulate_topk = by_device(select.accumulate_topk, cpu.accumulate_topk, "accumulate_topk")
-threshold_select = by_device(select.threshold_select, cpu.threshold_select, "threshold_select")
-magnitude_histogram = by_device(
-    select.magnitude_histogram, cpu.magnitude_histogram, "magnitude_histogram"
-)
-in_bin = by_device(select.in_bin, select.in_bin, "in_bin")
-mstopk = by_device(sampled.mstopk, cpu_mstopk.mstopk, "mstopk")
-merge = by_device(reduce.merge, cpu.merge, "merge")
-scatter_reduce = by_device(reduce.scatter_reduce, cpu.scatter_reduce, "scatter_reduce")
-scatter = by_device(reduce.scatter, cpu.scatter, "scatter")
-expand = by_device(reduce.expand, cpu.expand, "expand")
-add_saturated = by_device(reduce.add_saturated, _cpu.add_saturated, "add_saturated")
-saturate = by_device(reduce.saturate, cpu.saturate)
-indices_fault = by_device(reduce.indices_fault, cpu.indices_fault, "indices_fault")
-check_indices = by_device(reduce.check_indices, cpu.check_indices)
-within = by_device(sets.within, cpu.within, "within")
-without = by_device(sets.without, cpu.without, "without")
-limited = by_device(few_bits.limited, cpu.limited, "limited")
-quantize = by_device(few_bits.quantize, cpu.quantize, "quantize")
-dequantize = by_device(few_bits.dequantize, cpu.dequantize, "dequantize")
-pack_indices = by_device(packing.pack_indices, cpu.pack_indices, "pack_indices")
-unpack_indices = by_device(packing.unpack_indices, cpu.unpack_indices, "unpack_indices")
-sums_of_squares = by_device(squares.sums_of_squares, cpu.sums_of_squares)
-moved = by_device(ahead.moved, cpu_ahead.moved)
+topk = by_device(select.topk, cpu.topk)
+topk_chunked = by_device(select.topk_chunked, cpu.topk_chunked)
+accumulate_topk = by_device(select.accumulate_topk, cpu.accumulate_topk)
+threshold_select = by_device(select.threshold_select, cpu.threshold_select)
+magnitude_histogram = by_device(select.magnitude_histogram, cpu.magnitude_histogram)
+in_bin = by_device(select.in_bin, select.in_bin)
+merge = by_device(reduce.merge, cpu.merge)
+scatter_reduce = by_device(reduce.scatter_reduce, cpu.scatter_reduce)
+scatter = by_device(reduce.scatter, cpu.scatter)
+expand = by_device(reduce.expand, cpu.expand)
+add_saturated = by_device(reduce.add_saturated, _cpu.add_saturated)
+saturate = by_device(reduce.saturate, cpu.saturate, on_gpu=False)
+indices_fault = by_device(reduce.indices_fault, cpu.indices_fault)
+check_indices = by_device(reduce.check_indices, cpu.check_indices, on_gpu=False)
+within = by_device(sets.within, cpu.within)
+without = by_device(sets.without, cpu.without)
+limited = by_device(few_bits.limited, cpu.limited)
+quantize = by_device(few_bits.quantize, cpu.quantize)
+dequantize = by_device(few_bits.dequantize, cpu.dequantize)
+pack_indices = by_device(packing.pack_indices, cpu.pack_indices)
+unpack_indices = by_device(packing.unpack_indices, cpu.unpack_indices)
+sums_of_squares = by_device(squares.sums_of_squares, cpu.sums_of_squares, on_gpu=False)
+moved = by_device(ahead.moved, cpu_ahead.moved, on_gpu=False)
 
 
 def average(total: Tensor, divisor: float, out: Tensor | None = None) -> Tensor:

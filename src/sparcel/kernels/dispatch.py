@@ -7,7 +7,7 @@ from functools import lru_cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def by_device(
-    definition: Callable[P, T], cpu: Callable[P, T], gpu: str | None = None
+    definition: Callable[P, T], cpu: Callable[P, T], on_gpu: bool = True
 ) -> Callable[P, T]:
     """Return a kernel that runs on tensors of any device.
 
@@ -30,9 +30,9 @@ def by_device(
         The kernel in plain torch, for devices without a faster function.
     cpu
         A faster function with the same arguments and results for tensors on the CPU.
-    gpu
-        The name of one in `sparcel.kernels.gpu`, which is imported when a tensor on a GPU comes, if
-        Triton is installed; None if the definition will do.
+    on_gpu
+        Whether `sparcel.kernels.gpu` has one of the definition's name, for tensors on a GPU if
+        Triton is installed.
     """
 
     @wraps(definition)
@@ -41,24 +41,17 @@ def by_device(
         if place == "cpu":
             return cpu(*args, **kwargs)
         if place in GPUS:
-            compiled: Callable[P, T] | None = _on_gpu(gpu) if gpu else None
-            if compiled is not None:
-                return compiled(*args, **kwargs)
+            if on_gpu and (compiled := _gpu_kernels()) is not None:
+                return cast(T, getattr(compiled, definition.__name__)(*args, **kwargs))
             settle()  # to torch, an index out of bounds, from a corrupt message, is the end of CUDA
         return definition(*args, **kwargs)
 
     return kernel
 
 
-@lru_cache
-def _on_gpu(name: str) -> Callable[..., Any] | None:
-    """Return a function of `sparcel.kernels.gpu`; None without Triton, or with a broken one."""
-    module = _gpu_kernels()
-    return None if module is None else getattr(module, name)
-
-
 @lru_cache(maxsize=1)
 def _gpu_kernels() -> ModuleType | None:
+    """Return `sparcel.kernels.gpu`; None without Triton, or with a broken one."""
     if find_spec("triton") is None:
         return None
     try:

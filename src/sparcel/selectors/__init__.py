@@ -6,12 +6,10 @@ import inspect
 from typing import Any
 
 from sparcel.errors import InputError, known
-from sparcel.selectors.base import Selector
-from sparcel.selectors.chunked import Bucketed, Chunkwise
-from sparcel.selectors.exact import ExactTopK, topk
+from sparcel.selectors.base import Selector, overlap
 from sparcel.selectors.mstopk import MSTopK
-from sparcel.selectors.overlap import overlap
 from sparcel.selectors.randomk import RandomK
+from sparcel.selectors.ranked import Bucketed, Chunkwise, ExactTopK, topk
 from sparcel.selectors.reuse import ThresholdReuse
 
 __all__ = [

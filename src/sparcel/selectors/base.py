@@ -96,3 +96,23 @@ def stream_of(
 ) -> SparseStream:
     """Make the stream of what was selected from ``vector``."""
     return SparseStream.unchecked(indices, values, vector.numel(), finite)
+
+
+def reaching(indices: Tensor, values: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """Return the nonzero entries that reach a magnitude, which is rounded to their dtype."""
+    positions, values = kernels.threshold_select(values, threshold)
+    return indices.index_select(0, positions), values
+
+
+def overlap(selection: SparseStream, exact: SparseStream) -> float:
+    """Return the share of the coordinates of ``exact`` that are also in ``selection``, in [0, 1].
+
+    Parameters
+    ----------
+    selection, exact
+        Sparse streams of one size. If ``exact`` is empty, the share is 1.
+    """
+    assert selection.indices is not None and exact.indices is not None, "selections are sparse"
+    if exact.nnz == 0:
+        return 1.0
+    return float(torch.isin(exact.indices, selection.indices).sum()) / exact.nnz

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparcel import device, kernels
 from sparcel._checks import whole_number
-from sparcel.selectors.base import Selector, stream_of
+from sparcel.selectors.base import Selector, reaching, stream_of
 from sparcel.selectors.draws import distinct
 from sparcel.stream import SparseStream
 
@@ -36,5 +36,4 @@ class RandomK(Selector):
         size = x.numel()
         drawn = distinct(min(k, size), size, self.seed, step)
         places = device.sent(drawn, x.device, kernels.index_dtype(size))
-        nonzero, values = kernels.threshold_select(x.index_select(0, places), 0)
-        return stream_of(places.index_select(0, nonzero), values, x)
+        return stream_of(*reaching(places, x.index_select(0, places), 0), x)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparcel import device, kernels
 from sparcel._checks import number, whole_number
-from sparcel.selectors.base import Selector, stream_of
+from sparcel.selectors.base import Selector, reaching, stream_of
 from sparcel.stream import SparseStream
 
 
@@ -53,8 +53,7 @@ class ThresholdReuse(Selector):
         reusable = self._k == k and self._since < step and same_period
         if threshold is not None and reusable:
             indices, values = kernels.topk(x, self.most(k, x.numel()))
-            positions, values = kernels.threshold_select(values, threshold)
-            return stream_of(indices.index_select(0, positions), values, x)
+            return stream_of(*reaching(indices, values, threshold), x)
         indices, values = kernels.topk(x, k)
         self._threshold = float(device.read(values.abs().min())) if values.numel() else None
         self._k, self._since = k, step

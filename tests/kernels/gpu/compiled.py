@@ -36,7 +36,6 @@ def call_all() -> None:
         gpu.topk(x, 300)
         gpu.topk_chunked(x, 2, 100)
         gpu.threshold_select(x, 0.5)
-        gpu.mstopk(x, 300, 2, lambda _: 0)
         gpu.accumulate_topk(Addition(memory, x, memory.clone()), 300)
         gpu.quantize(x, 4, 64)
         stream = torch.arange(300, dtype=torch.int32), x[:300]

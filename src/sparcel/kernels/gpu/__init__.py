@@ -6,46 +6,22 @@ data, in one `sparcel.device.read`. Offsets into vectors are int64. Sums and ord
 data alone, not on which program comes first, so every run gives the same bits.
 """
 
-from sparcel.kernels.gpu.few_bits import dequantize, limited, quantize
-from sparcel.kernels.gpu.mstopk import mstopk
-from sparcel.kernels.gpu.packing import pack_indices, unpack_indices
-from sparcel.kernels.gpu.reduce import (
-    add_saturated,
-    expand,
-    indices_fault,
-    merge,
-    scatter,
-    scatter_reduce,
-)
-from sparcel.kernels.gpu.select import (
-    accumulate_topk,
-    in_bin,
-    magnitude_histogram,
-    threshold_select,
-    topk,
-    topk_chunked,
-)
-from sparcel.kernels.gpu.sets import within, without
-
-__all__ = [
-    "accumulate_topk",
-    "add_saturated",
-    "dequantize",
-    "expand",
-    "in_bin",
-    "indices_fault",
-    "limited",
-    "magnitude_histogram",
-    "merge",
-    "mstopk",
-    "pack_indices",
-    "quantize",
-    "scatter",
-    "scatter_reduce",
-    "threshold_select",
-    "topk",
-    "topk_chunked",
-    "unpack_indices",
-    "within",
-    "without",
-]
+from sparcel.kernels.gpu.few_bits import dequantize as dequantize
+from sparcel.kernels.gpu.few_bits import limited as limited
+from sparcel.kernels.gpu.few_bits import quantize as quantize
+from sparcel.kernels.gpu.packing import pack_indices as pack_indices
+from sparcel.kernels.gpu.packing import unpack_indices as unpack_indices
+from sparcel.kernels.gpu.reduce import add_saturated as add_saturated
+from sparcel.kernels.gpu.reduce import expand as expand
+from sparcel.kernels.gpu.reduce import indices_fault as indices_fault
+from sparcel.kernels.gpu.reduce import merge as merge
+from sparcel.kernels.gpu.reduce import scatter as scatter
+from sparcel.kernels.gpu.reduce import scatter_reduce as scatter_reduce
+from sparcel.kernels.gpu.select import accumulate_topk as accumulate_topk
+from sparcel.kernels.gpu.select import in_bin as in_bin
+from sparcel.kernels.gpu.select import magnitude_histogram as magnitude_histogram
+from sparcel.kernels.gpu.select import threshold_select as threshold_select
+from sparcel.kernels.gpu.select import topk as topk
+from sparcel.kernels.gpu.select import topk_chunked as topk_chunked
+from sparcel.kernels.gpu.sets import within as within
+from sparcel.kernels.gpu.sets import without as without
