@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, TypeVar, overload
+from typing import Any, Literal, TypeAlias, overload
 
 from sparcel import auto, collectives
 from sparcel._checks import check_type, flag, whole_number
@@ -15,8 +15,6 @@ from sparcel.ops import SUM, Op
 from sparcel.ops import resolve as resolve_op
 from sparcel.stream import SparseStream, reduce
 from sparcel.wire import Wire
-
-T = TypeVar("T")
 
 Exact: TypeAlias = Literal["raw", "packed", "chunked", "auto"]
 """The formats that lose nothing, by name; with any other the result is ``(result, lost)``."""
@@ -49,22 +47,11 @@ def all_reduce(
     op: str | Op = ...,
     algorithm: str = ...,
     group: Group = ...,
-    async_op: Literal[False] = ...,
+    async_op: bool = ...,
     max_nnz: int | None = ...,
     *,
     format: str | Format,
 ) -> Any: ...
-@overload
-def all_reduce(
-    stream: SparseStream,
-    op: str | Op = ...,
-    algorithm: str = ...,
-    group: Group = ...,
-    *,
-    async_op: Literal[True],
-    max_nnz: int | None = ...,
-    format: str | Format,
-) -> Job[Any]: ...
 def all_reduce(
     stream: SparseStream,
     op: str | Op = "sum",
@@ -132,54 +119,32 @@ def all_reduce(
     """
     op, comm = resolve_op(op), _communicator(group, stream)
     collectives.check_algorithm(algorithm, op)
-    layout = _checked(format, stream, op)
     if max_nnz is not None:
         max_nnz = whole_number(max_nnz, "max_nnz", at_least=0)
 
-    def job() -> Any:
+    def reduced(wire: Wire) -> SparseStream:
         if max_nnz is not None and stream.nnz > max_nnz:
             raise InputError(
                 f"max_nnz must bound the entries of every rank's stream, got {max_nnz} for a stream"
                 f" of {stream.nnz}; leave max_nnz out if no bound is known"
             )
-        wire = _wire(comm, layout, stream, max_nnz)
-        total = _unshared(auto.all_reduce(stream, wire, op, algorithm, max_nnz), stream)
-        return _with_lost(total, wire, stream)
+        return _unshared(auto.all_reduce(stream, wire, op, algorithm, max_nnz), stream)
 
-    return _start(comm, job, async_op)
+    return _run(comm, reduced, stream, format, async_op, op, max_nnz)
 
 
 @overload
 def all_gather(
-    stream: SparseStream,
-    group: Group = ...,
-    async_op: Literal[False] = ...,
-    format: Exact = ...,
+    stream: SparseStream, group: Group = ..., async_op: Literal[False] = ..., format: Exact = ...
 ) -> list[SparseStream]: ...
 @overload
 def all_gather(
-    stream: SparseStream,
-    group: Group = ...,
-    *,
-    async_op: Literal[True],
-    format: Exact = ...,
+    stream: SparseStream, group: Group = ..., *, async_op: Literal[True], format: Exact = ...
 ) -> Job[list[SparseStream]]: ...
 @overload
 def all_gather(
-    stream: SparseStream,
-    group: Group = ...,
-    async_op: Literal[False] = ...,
-    *,
-    format: str | Format,
+    stream: SparseStream, group: Group = ..., async_op: bool = ..., *, format: str | Format
 ) -> Any: ...
-@overload
-def all_gather(
-    stream: SparseStream,
-    group: Group = ...,
-    *,
-    async_op: Literal[True],
-    format: str | Format,
-) -> Job[Any]: ...
 def all_gather(
     stream: SparseStream,
     group: Group = None,
@@ -196,14 +161,12 @@ def all_gather(
     InputError, MismatchError, CommunicationError
         As `all_reduce`.
     """
-    comm, layout = _communicator(group, stream), _checked(format, stream)
+    comm = _communicator(group, stream)
 
-    def job() -> Any:
-        wire = _wire(comm, layout, stream)
-        parts = [_copy(part) for part in collectives.all_gather(stream, wire)]
-        return _with_lost(parts, wire, stream)
+    def gathered(wire: Wire) -> list[SparseStream]:
+        return [_copy(part) for part in collectives.all_gather(stream, wire)]
 
-    return _start(comm, job, async_op)
+    return _run(comm, gathered, stream, format, async_op)
 
 
 @overload
@@ -228,19 +191,10 @@ def reduce_scatter(
     stream: SparseStream,
     op: str | Op = ...,
     group: Group = ...,
-    async_op: Literal[False] = ...,
+    async_op: bool = ...,
     *,
     format: str | Format,
 ) -> Any: ...
-@overload
-def reduce_scatter(
-    stream: SparseStream,
-    op: str | Op = ...,
-    group: Group = ...,
-    *,
-    async_op: Literal[True],
-    format: str | Format,
-) -> Job[Any]: ...
 def reduce_scatter(
     stream: SparseStream,
     op: str | Op = "sum",
@@ -260,14 +214,11 @@ def reduce_scatter(
         As `all_reduce`.
     """
     op, comm = resolve_op(op), _communicator(group, stream)
-    layout = _checked(format, stream, op)
 
-    def job() -> Any:
-        wire = _wire(comm, layout, stream)
-        region = _unshared(collectives.reduce_scatter(stream, wire, op), stream)
-        return _with_lost(region, wire, stream)
+    def region(wire: Wire) -> SparseStream:
+        return _unshared(collectives.reduce_scatter(stream, wire, op), stream)
 
-    return _start(comm, job, async_op)
+    return _run(comm, region, stream, format, async_op, op)
 
 
 @overload
@@ -292,19 +243,10 @@ def broadcast(
     stream: SparseStream | None,
     root: int = ...,
     group: Group = ...,
-    async_op: Literal[False] = ...,
+    async_op: bool = ...,
     *,
     format: str | Format,
 ) -> Any: ...
-@overload
-def broadcast(
-    stream: SparseStream | None,
-    root: int = ...,
-    group: Group = ...,
-    *,
-    async_op: Literal[True],
-    format: str | Format,
-) -> Job[Any]: ...
 def broadcast(
     stream: SparseStream | None,
     root: int = 0,
@@ -331,65 +273,77 @@ def broadcast(
     root = whole_number(root, "root")
     if not 0 <= root < comm.size:
         raise InputError(f"root must be a rank in [0, {comm.size}), got {root}")
-    layout = _checked(format, stream)
-    if layout is None:
+    if format == "auto":
         raise InputError(
             'format="auto" needs every rank\'s stream, and the other ranks have none; pass "raw" or'
             ' "packed"'
         )
 
-    def job() -> Any:
+    def sent(wire: Wire) -> SparseStream:
         if comm.rank == root and stream is None:  # the others do not know, and would wait
             raise InputError(f"rank {root} is the root and must pass a stream, got None")
-        wire = Wire(comm, layout)
-        result = _copy(collectives.broadcast(stream, wire, root))
-        return _with_lost(result, wire, result)
+        return _copy(collectives.broadcast(stream, wire, root))
 
-    return _start(comm, job, async_op)
+    return _run(comm, sent, stream, format, async_op)
 
 
-def _checked(format: str | Format, stream: SparseStream | None, op: Op = SUM) -> Format | None:
-    """Return the format of that name, None for "auto", if it can hold such a stream and its sums.
+def _run(
+    comm: Communicator,
+    collective: Callable[[Wire], Any],
+    stream: SparseStream | None,
+    format: str | Format,
+    async_op: bool,
+    op: Op = SUM,
+    max_nnz: int | None = None,
+) -> Any:
+    """Run a collective over a wire of the group, at once or as a job.
 
-    ``stream`` is None on a rank that only receives.
+    Parameters
+    ----------
+    stream
+        What this rank passes; None on a rank that only receives.
+
+    Returns
+    -------
+    Any
+        The result, or the job. With a format that rounds: the result and what this rank lost.
 
     Raises
     ------
     InputError
-        When it is unknown, or cannot.
+        When the format is unknown, or cannot hold such a stream and its sums.
     """
-    if format == "auto":
-        return None
-    layout = format_named(format)
-    if layout.loses and stream is not None:
+    layout = None if format == "auto" else format_named(format)
+    if layout is not None and layout.loses and stream is not None:
         layout.check_holds(stream.dtype, stream.width)
         if op != SUM:
             raise InputError(
                 f"the format {layout.name!r} rounds, which only sums allow, got {op};"
                 f" use {layout.exact.name!r}, which loses nothing"
             )
-    return layout
 
-
-def _wire(
-    comm: Communicator, format: Format | None, stream: SparseStream, max_nnz: int | None = None
-) -> Wire:
-    """Return what carries the stream, in the fastest exact format if ``format`` is None."""
-    if format is None:
-        most = max(comm.gather_numbers(stream.nnz)) if max_nnz is None else max_nnz
-        format = auto.fastest_format(stream.size, min(most, stream.size), comm.rates)
-    return Wire(comm, format)
-
-
-def _with_lost(result: T, wire: Wire, like: SparseStream) -> T | tuple[T, SparseStream]:
-    """Return the result, with what rounding took from this rank if the wire's format rounds."""
-    if not wire.format.loses:
+    def job() -> Any:
+        wire = Wire(comm, layout or _fastest_format(comm, stream, max_nnz))
+        result = collective(wire)
+        if wire.format.loses:
+            like = result if stream is None else stream
+            lost = [part.placed(start, like.size) for start, part in wire.take_lost()]
+            result = result, reduce([like.empty_like(), *lost])
+        settle()  # nobody else asks whether messages from a GPU were sound
         return result
-    lost = [part.placed(start, like.size) for start, part in wire.take_lost()]
-    return result, reduce([like.empty_like(), *lost])
+
+    return comm.submit(job) if flag(async_op, "async_op") else comm.run(job)
+
+
+def _fastest_format(comm: Communicator, stream: SparseStream | None, max_nnz: int | None) -> Format:
+    """Return the exact format that is predicted to be the fastest; all ranks call."""
+    assert stream is not None, "broadcast refuses auto"
+    most = max(comm.gather_numbers(stream.nnz)) if max_nnz is None else max_nnz
+    return auto.fastest_format(stream.size, min(most, stream.size), comm.rates)
 
 
 def _communicator(group: Group, stream: SparseStream) -> Communicator:
+    """Return the communicator of a group; raise `InputError` unless it reaches the stream."""
     check_type(
         stream,
         SparseStream,
@@ -415,12 +369,3 @@ def _copy(stream: SparseStream) -> SparseStream:
     """Return a copy. Decoded tensors are views of a message, and simulated ranks share messages."""
     indices = None if stream.indices is None else stream.indices.clone()
     return SparseStream.unchecked(indices, stream.values.clone(), stream.size, stream.finite)
-
-
-def _start(comm: Communicator, job: Callable[[], T], async_op: bool) -> T | Job[T]:
-    def checked() -> T:
-        result = job()
-        settle()  # nobody else asks whether messages from a GPU were sound
-        return result
-
-    return comm.submit(checked) if flag(async_op, "async_op") else comm.run(checked)

@@ -74,8 +74,8 @@ def warn_on_rank_0(message: str) -> None:
             warn(message)
 
 
-_LISTED = 40
-"""How many names an error lists at most."""
+_MANY, _LISTED = 12, 40
+"""More names than the former are not listed beside a suggestion, and never more than the latter."""
 
 
 def known(name: str, names: Iterable[str], what: str) -> str:
@@ -84,8 +84,11 @@ def known(name: str, names: Iterable[str], what: str) -> str:
     if isinstance(name, str) and name in names:
         return name
     near = difflib.get_close_matches(name, names, n=2) if isinstance(name, str) else []
-    hint = f"; did you mean {' or '.join(map(repr, near))}? It" if near else "; it"
     listed = ", ".join(names[:_LISTED]) + (", …" if len(names) > _LISTED else "")
-    expected = f"{hint} must be one of {listed}" if names else "; there are none"
+    if near:
+        expected = f"did you mean {' or '.join(map(repr, near))}?"
+        expected += f" It must be one of {listed}" if len(names) <= _MANY else ""
+    else:
+        expected = f"it must be one of {listed}" if names else "there are none"
     given = repr(name) if isinstance(name, str | int | float | None) else type(name).__name__
-    raise InputError(f"{what} cannot be {given}{expected}")
+    raise InputError(f"{what} cannot be {given}; {expected}")

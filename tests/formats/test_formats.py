@@ -50,8 +50,8 @@ def test_value_codes_are_numbers_names_or_objects():
     ("make", "said"),
     [
         (lambda: format_named("pack"), "did you mean 'packed'"),
-        (lambda: format_named("packed:3"), "a value code"),
-        (lambda: format_named(4), "a format is a name"),
+        (lambda: format_named("packed:3"), "did you mean 'packed:"),
+        (lambda: format_named(4), "format cannot be 4; it must be one of raw, packed,"),
         (lambda: Format("bitmap"), "an index code"),
         (lambda: Format("raw", 5), "a value code"),
         (lambda: FewBits(3), "bits must be 8, 4 or 2, got 3"),

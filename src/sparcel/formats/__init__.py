@@ -5,12 +5,10 @@ A format is an index code (`indices`) times a value code (`values`). Every messa
 needs on its host; what follows is payload, which stays on its device (`message`).
 """
 
-from sparcel.formats.codec import decode
-from sparcel.formats.expected import Expected
-from sparcel.formats.format import RAW, Format, Packet, format_named, merge_messages
+from sparcel.formats.format import RAW, Format, Packet, decode, format_named, merge_messages
 from sparcel.formats.header import HEADER_BYTES, Header
 from sparcel.formats.lengths import Lengths
-from sparcel.formats.message import Message, cut, joined, nbytes_of, whole
+from sparcel.formats.message import Expected, Message, cut, joined, nbytes_of, whole
 from sparcel.formats.values import FewBits, HalfValues, PlainValues, ValueCode
 
 __all__ = [

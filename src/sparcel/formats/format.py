@@ -14,11 +14,11 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # it is 
 
 from sparcel import _cpu
 from sparcel._checks import finite_flag
-from sparcel.errors import InputError, known
-from sparcel.formats.header import DTYPE_CODES, HEADER_BYTES, Header, padded
+from sparcel.errors import FormatError, InputError, MismatchError, known
+from sparcel.formats.header import ALIGNMENT, DTYPE_CODES, HEADER_BYTES, Header, padded
 from sparcel.formats.indices import INDEX_CODES, IndexCode
-from sparcel.formats.message import Message, message_of
-from sparcel.formats.values import PLAIN, VALUES_BY_NAME, ValueCode
+from sparcel.formats.message import Expected, Message, message_of, payload_of
+from sparcel.formats.values import PLAIN, VALUES_BY_NAME, ValueCode, value_code
 from sparcel.ops import Op
 from sparcel.stream import SparseStream
 from sparcel.stream import dense_from as dense_in_memory_from
@@ -156,9 +156,7 @@ class Format:
             parts.append(self.index_code.encode(stream.indices, stream.size))
         nnz = None if stream.is_dense else stream.nnz
         length = self.nbytes(nnz, stream.size, stream.value_bytes)
-        number = list(INDEX_CODES).index(self.indices) if nnz is not None else 0
-        header = Header.of(held, number, code.number, code.detail, length)
-        return Packet(message_of(header, parts), held)
+        return Packet(message_of(self._header(held, length), parts), held)
 
     def blank_header(self, size: int, dtype: torch.dtype, dense: bool) -> Header:
         """Return the header of a finite stream of scalars, whose counts and length are not known.
@@ -166,10 +164,13 @@ class Format:
         Compiled passes fill in the rest.
         """
         empty = torch.empty(0, dtype=dtype, device="cpu")
-        indices = None if dense else empty.int()
-        stream = SparseStream.unchecked(indices, empty, size)
-        number = 0 if dense else list(INDEX_CODES).index(self.indices)
-        return Header.of(stream, number, self.value_code.number, self.value_code.detail, 0)
+        return self._header(SparseStream.unchecked(None if dense else empty.int(), empty, size), 0)
+
+    def _header(self, stream: SparseStream, length: int) -> Header:
+        code, index_code = self.value_code, 0
+        if not stream.is_dense:
+            index_code = list(INDEX_CODES).index(self.indices)
+        return Header.of(stream, index_code, code.number, code.detail, length)
 
     def decode(self, payload: Tensor, header: Header) -> SparseStream:
         """Return the stream in ``payload``; the tensors may be views of it.
@@ -209,15 +210,51 @@ def format_named(format: str | Format) -> Format:
     """
     if isinstance(format, Format):
         return format
-    if not isinstance(format, str):
-        raise InputError(
-            f"a format is a name, such as 'packed' or 'packed:4', or a Format, got {format!r}"
+    return _NAMED[known(format, _NAMED, "format")]
+
+
+_NAMED = {indices: Format(indices) for indices in INDEX_CODES} | {
+    f"{indices}:{values}": Format(indices, values)
+    for indices in INDEX_CODES
+    for values in VALUES_BY_NAME
+}
+
+
+def decode(message: Message, like: Expected | SparseStream | None = None) -> SparseStream:
+    """Return the stream at the start of ``message``.
+
+    Parameters
+    ----------
+    message
+        If its address is a multiple of 8 bytes, the stream's tensors may be views of it.
+    like
+        Has the expected size, dtype and width; None accepts any.
+
+    Raises
+    ------
+    FormatError
+        When the message is truncated, corrupt or foreign.
+    MismatchError
+        When the stream has another size, dtype or width than ``like``.
+    """
+    header, payload = Header.parse(message[0]), payload_of(message)
+    format = _format_of(header.index_code, header.value_code, header.detail)
+    found = (header.size, header.dtype, header.width)
+    expected = found if like is None else (like.size, like.dtype, like.width)
+    if found != expected:
+        raise MismatchError(
+            "a stream of {}, but one of {} was expected".format(
+                *(f"size {s}, {d}, width {w}" for s, d, w in (found, expected))
+            )
         )
-    indices, colon, values = format.partition(":")
-    try:
-        return Format(indices, values) if colon else Format(indices)
-    except InputError as error:
-        raise InputError(f"there is no format {format!r}: {error}") from None
+    if payload.numel() < header.payload_bytes:
+        raise FormatError(
+            f"truncated message: its header says {header.length} bytes,"
+            f" {HEADER_BYTES + payload.numel()} are there"
+        )
+    if payload.storage_offset() % ALIGNMENT or payload.data_ptr() % ALIGNMENT:
+        payload = payload.clone()
+    return format.decode(payload, header)
 
 
 def merge_messages(messages: Sequence[Message], like: SparseStream, op: Op) -> SparseStream | None:
@@ -246,3 +283,13 @@ def _dense_from(format: Format, size: int, value_bytes: int) -> int:
         range(size), dense, key=lambda nnz: format.nbytes(nnz, size, value_bytes)
     )
     return max(shorter, 1)
+
+
+@lru_cache(maxsize=64)
+def _format_of(index_code: int, number: int, detail: int) -> Format:
+    """Return the format that a header names."""
+    if index_code >= len(INDEX_CODES):
+        raise FormatError(
+            f"unknown index code {index_code}; install the same release on every rank"
+        )
+    return Format(list(INDEX_CODES)[index_code], value_code(number, detail))

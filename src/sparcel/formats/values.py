@@ -226,7 +226,9 @@ def _few_bits(detail: int) -> FewBits:
 
 
 def _half(detail: int) -> HalfValues:
-    return HalfValues([*_HALVES, f"code {detail}"][min(detail, len(_HALVES))])
+    if detail >= len(_HALVES):
+        raise FormatError(f"impossible message: there is no 16-bit dtype {detail}")
+    return HalfValues(list(_HALVES)[detail])
 
 
 PLAIN = PlainValues()
