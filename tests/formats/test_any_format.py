@@ -42,7 +42,7 @@ LOSSY = [
     Format("raw", "float16"),
     Format("packed", FewBits(4, block=16, scale="float32", stochastic=True, seed=7)),
 ]
-WORLDS = range(1, 10)
+WORLDS = (1, 2, 3, 5, 8)
 SIZE, K = 9001, 300
 id_of = lambda format: format.name  # noqa: E731
 
@@ -77,7 +77,7 @@ def run(call, given, format):
     return simulate(len(given), lambda comm: call(given[comm.rank], Wire(comm, format)))
 
 
-@pytest.mark.parametrize(("name", "kind"), meeting(COLLECTIVES, product(EXACT, WORLDS), each=9))
+@pytest.mark.parametrize(("name", "kind"), meeting(COLLECTIVES, product(EXACT, WORLDS), each=5))
 def test_every_collective_has_the_same_bits_as_with_the_plain_one(name, kind) -> None:
     format, ranks = kind
     given = streams_at(anywhere(ranks, SIZE, K), SIZE)
@@ -130,7 +130,7 @@ def test_bytes_are_predicted_exactly(name, kind) -> None:
 WITH_FORMAT = [name for name in SCHEMES if name not in SEND_ALL]
 
 
-@pytest.mark.parametrize(("name", "kind"), meeting(WITH_FORMAT, product(EXACT, WORLDS), each=6))
+@pytest.mark.parametrize(("name", "kind"), meeting(WITH_FORMAT, product(EXACT, WORLDS), each=4))
 def test_every_scheme_has_the_same_updates_as_with_the_plain_format(name, kind) -> None:
     format, ranks = kind
     here = next(count for count in (2, 3, 1) if ranks % count == 0)
@@ -164,7 +164,7 @@ def test_a_message_is_as_long_as_its_format_tells(format, stream) -> None:
 LOSING = [name for name in COLLECTIVES if name != "dense"]
 
 
-@pytest.mark.parametrize(("name", "kind"), meeting(LOSING, product(LOSSY, WORLDS), each=9))
+@pytest.mark.parametrize(("name", "kind"), meeting(LOSING, product(LOSSY, WORLDS), each=6))
 def test_what_ranks_lose_is_what_their_result_lacks(name, kind) -> None:
     check_what_is_lost(OUTCOMES.get(name, COLLECTIVES[name]), name, *kind, K)
 

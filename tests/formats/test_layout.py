@@ -47,7 +47,7 @@ def test_the_examples_of_the_page(example):
     size, dtype = re.search(r"(\d+) coordinates of (\w+)", example).groups()
     literals = [literal_eval(found) for found in re.findall(r"`([{[].*?[]}])`", example)]
     written, read = literals[0], literals[-1]
-    lines = re.findall(r"^ *(\d+)  ((?:[0-9a-f]{2} ){8}) ", example, re.MULTILINE)
+    lines = re.findall(r"^ *(\d+)  ([0-9a-f]{8} [0-9a-f]{8})  ", example, re.MULTILINE)
     assert [int(offset) for offset, _ in lines] == list(range(0, 8 * len(lines), 8))
     data = bytes.fromhex("".join(digits for _, digits in lines))
 

@@ -364,7 +364,7 @@ FOUR = Format("raw", 4)
         (forged(FOUR, detail=3), "bits must be 8, 4 or 2, got 3"),
         (forged(FOUR, detail=4 | 4 << 4), "unknown flags 4"),
         (forged(FOUR, detail=4 | 2**13 << 8), "block must be a multiple of 8"),
-        (forged(Format("raw", "float16"), detail=2), "a 16-bit dtype"),
+        (forged(Format("raw", "float16"), detail=2), "there is no 16-bit dtype 2"),
     ],
 )
 def test_decode_says_what_is_wrong_with_a_message(message, error):

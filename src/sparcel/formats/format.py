@@ -156,21 +156,18 @@ class Format:
             parts.append(self.index_code.encode(stream.indices, stream.size))
         nnz = None if stream.is_dense else stream.nnz
         length = self.nbytes(nnz, stream.size, stream.value_bytes)
-        return Packet(message_of(self._header(held, length), parts), held)
+        header = self.blank_header(stream.size, stream.dtype, stream.is_dense)._replace(
+            nnz=stream.nnz, width=stream.width, finite=held.finite, length=length
+        )
+        return Packet(message_of(header, parts), held)
 
     def blank_header(self, size: int, dtype: torch.dtype, dense: bool) -> Header:
         """Return the header of a finite stream of scalars, whose counts and length are not known.
 
         Compiled passes fill in the rest.
         """
-        empty = torch.empty(0, dtype=dtype, device="cpu")
-        return self._header(SparseStream.unchecked(None if dense else empty.int(), empty, size), 0)
-
-    def _header(self, stream: SparseStream, length: int) -> Header:
-        code, index_code = self.value_code, 0
-        if not stream.is_dense:
-            index_code = list(INDEX_CODES).index(self.indices)
-        return Header.of(stream, index_code, code.number, code.detail, length)
+        code, index_code = self.value_code, 0 if dense else list(INDEX_CODES).index(self.indices)
+        return Header(index_code, code.number, code.detail, dtype, size, 0, None, dense, True, 0)
 
     def decode(self, payload: Tensor, header: Header) -> SparseStream:
         """Return the stream in ``payload``; the tensors may be views of it.

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from sparcel import device
 from sparcel.errors import FormatError, InputError
-from sparcel.stream import SparseStream
 
 _LAYOUT = struct.Struct("<4sBBBBIIQQQ")
 _MAGIC = b"SPCL"
@@ -61,26 +60,6 @@ class Header(NamedTuple):
     finite: bool | Tensor
     length: int
 
-    @classmethod
-    def of(
-        cls, stream: SparseStream, index_code: int, value_code: int, detail: int, length: int
-    ) -> Self:
-        """Return the header of a message of ``length`` bytes that holds ``stream``."""
-        if stream.width is not None and stream.width > _WIDEST:
-            raise InputError(f"rows of a message have at most {_WIDEST} values, got {stream.width}")
-        return cls(
-            index_code=index_code,
-            value_code=value_code,
-            detail=detail,
-            dtype=stream.dtype,
-            size=stream.size,
-            nnz=stream.nnz,
-            width=stream.width,
-            dense=stream.is_dense,
-            finite=stream.finite,
-            length=length,
-        )
-
     @property
     def value_bytes(self) -> int:
         """Bytes of one coordinate's value, or of its row of values."""
@@ -110,7 +89,15 @@ class Header(NamedTuple):
             raise FormatError(f"a {format} message cannot hold {self.dtype}, width {self.width}")
 
     def pack(self) -> bytes:
-        """Return the header's bytes, ``HEADER_BYTES`` of them."""
+        """Return the header's bytes, ``HEADER_BYTES`` of them.
+
+        Raises
+        ------
+        InputError
+            When rows are wider than a header can say.
+        """
+        if self.width is not None and self.width > _WIDEST:
+            raise InputError(f"rows of a message have at most {_WIDEST} values, got {self.width}")
         flags = (
             _DENSE * self.dense | _NON_FINITE * (not self.finite) | _ROWS * (self.width is not None)
         )
@@ -171,15 +158,6 @@ class Header(NamedTuple):
             raise FormatError(f"header says {length} bytes, not a multiple of {ALIGNMENT}")
         if length < HEADER_BYTES:
             raise FormatError(f"header says {length} bytes, fewer than its own")
-        return cls(
-            index_code=index_code,
-            value_code=values & 0xFF,
-            detail=values >> 8,
-            dtype=_DTYPES[code],
-            size=size,
-            nnz=nnz,
-            width=width if flags & _ROWS else None,
-            dense=dense,
-            finite=not flags & _NON_FINITE,
-            length=length,
-        )
+        finite, rows = not flags & _NON_FINITE, width if flags & _ROWS else None
+        value_code, detail, dtype = values & 0xFF, values >> 8, _DTYPES[code]
+        return cls(index_code, value_code, detail, dtype, size, nnz, rows, dense, finite, length)

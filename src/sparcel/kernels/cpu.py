@@ -11,7 +11,7 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # it is 
 
 from sparcel import _cpu
 from sparcel.kernels.addition import Addition
-from sparcel.kernels.definitions import few_bits, packing, reduce, select, squares
+from sparcel.kernels.definitions import few_bits, reduce, squares
 from sparcel.ops import Op
 
 
@@ -107,7 +107,6 @@ def without(
 
 
 def magnitude_histogram(x: Tensor, shift: int, bins: int, prefix: int | None = None) -> Tensor:
-    select.check_field(x, shift, bins, prefix)
     return _cpu.magnitude_histogram(x.detach(), shift, bins, prefix, torch.get_num_threads())
 
 
@@ -125,7 +124,6 @@ def quantize(
     offset: int = 0,
     scale: torch.dtype = torch.bfloat16,
 ) -> few_bits.Quantized:
-    few_bits.check_codes(bits, block)
     key = None if seed is None else seed % 2**64
     narrow, threads = scale == torch.bfloat16, torch.get_num_threads()
     wide = limited(x.detach(), torch.float32)
@@ -135,7 +133,6 @@ def quantize(
 
 
 def dequantize(codes: Tensor, scales: Tensor, size: int, bits: int, block: int) -> Tensor:
-    few_bits.check_lengths(codes, scales, size, bits, block)
     threads = torch.get_num_threads()
     return _cpu.dequantize(to_dlpack(codes), to_dlpack(scales), size, bits, block, threads)
 
@@ -145,7 +142,6 @@ def pack_indices(indices: Tensor, size: int) -> Tensor:
 
 
 def unpack_indices(words: Tensor, count: int, size: int) -> Tensor | None:
-    packing.check_words(words, count, size)
     return _cpu.unpack_indices(to_dlpack(words), count, size)
 
 

@@ -29,26 +29,24 @@ def compile_only(kernel: Any, programs: int, *args: Any, **constants: Any) -> No
 
 
 def call_all() -> None:
-    """Call every function of the kernels for GPUs, most of them with several dtypes."""
-    for dtype in (torch.float32, torch.bfloat16):
-        x, wide = torch.ones(300_000, dtype=dtype), torch.promote_types(dtype, torch.float32)
-        memory = torch.ones(300_000, dtype=wide)
-        gpu.topk(x, 300)
-        gpu.topk_chunked(x, 2, 100)
-        gpu.threshold_select(x, 0.5)
-        gpu.accumulate_topk(Addition(memory, x, memory.clone()), 300)
-        gpu.quantize(x, 4, 64)
-        stream = torch.arange(300, dtype=torch.int32), x[:300]
-        gpu.merge([stream, stream], ops.SUM)
-        gpu.scatter(x, *stream)
-        gpu.scatter_reduce(x, *stream, ops.MAX)
-        gpu.within(*stream, stream[0])
+    """Call every function of the kernels for GPUs, with numbers of 16, 32 and 64 bits."""
+    x, memory = torch.ones(300_000, dtype=torch.bfloat16), torch.ones(300_000)
+    gpu.topk(x, 300)
+    gpu.topk(memory.double(), 300)
+    gpu.topk_chunked(x, 2, 100)
+    gpu.threshold_select(x, 0.5)
+    gpu.accumulate_topk(Addition(memory, x, memory.clone()), 300)
+    gpu.quantize(x, 4, 64)
+    stream = torch.arange(300, dtype=torch.int32), x[:300]
+    gpu.merge([stream, stream], ops.SUM)
+    gpu.scatter(x, *stream)
+    gpu.scatter_reduce(x, *stream, ops.MAX)
+    gpu.within(*stream, stream[0])
     corrected = Addition(memory, x, memory.clone(), 0.5, 0.9, memory, memory.clone(), clear=True)
     gpu.accumulate_topk(corrected, 300)
     gpu.accumulate_topk(corrected, 1, 10_000)
     gpu.magnitude_histogram(memory, 20, 2048)
     gpu.magnitude_histogram(memory, 7, 8192, prefix=3)
-    gpu.topk(memory.double(), 300)
     gpu.add_saturated(x, *stream)
     gpu.indices_fault(stream[0], 300)
     for bits, seed in ((8, 7), (2, None)):

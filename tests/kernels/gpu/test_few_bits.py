@@ -9,7 +9,6 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from sparcel import device
-from sparcel.errors import InputError
 from sparcel.kernels.definitions import few_bits as reference
 from sparcel.kernels.gpu import few_bits as kernels
 from tests.card import moved, on_card, seen
@@ -17,7 +16,7 @@ from tests.kernels.paths import KINDS, Case
 from tests.strategies import FLOATS, same_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-few = settings(max_examples=15)
+few = settings(max_examples=10)
 pytestmark = [
     pytest.mark.gpu,
     # NumPy computes in Triton's interpreter.
@@ -141,13 +140,3 @@ def test_nothing_waits_for_the_gpu(bits: int, seed: int | None) -> None:
             assert all(map(alike, made, expected))
             assert alike(narrow, reference.limited(expected.values, torch.float16))
     assert device.reads() == before
-
-
-def test_lengths_must_fit() -> None:
-    made = kernels.quantize(torch.ones(10, device=DEVICE), 4, 8)
-    with pytest.raises(InputError, match="need 9 bytes and 3 scales"):
-        kernels.dequantize(made.codes, made.scales, 18, 4, 8)
-    with pytest.raises(InputError, match="bits must be"):
-        kernels.quantize(torch.ones(10, device=DEVICE), 3, 8)
-    with pytest.raises(InputError, match="block must be"):
-        kernels.quantize(torch.ones(10, device=DEVICE), 4, 0)

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from sparcel import device
-from sparcel.errors import FormatError, InputError
+from sparcel.errors import FormatError
 from sparcel.kernels.definitions import packing as reference
 from sparcel.kernels.gpu import packing as kernels
 from tests.card import moved, on_card, seen
@@ -114,9 +114,3 @@ def test_a_gpu_tells_at_the_next_read(size: int) -> None:
         assert device.reads() == before
         with pytest.raises(FormatError, match="it does not hold 30 packed indices"):
             device.settle()
-
-
-def test_counts_and_words_must_agree() -> None:
-    words = kernels.pack_indices(torch.tensor([1, 5], dtype=torch.int32, device=DEVICE), 9)
-    with pytest.raises(InputError, match="2 indices below 90000000000 need 2 words, got 1"):
-        kernels.unpack_indices(words, 2, 90_000_000_000)

@@ -27,7 +27,7 @@ from sparcel.kernels.gpu import select as gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu
-few = settings(max_examples=15, suppress_health_check=[*HealthCheck])
+few = settings(max_examples=8, suppress_health_check=[*HealthCheck])
 
 
 @pytest.fixture(autouse=True)

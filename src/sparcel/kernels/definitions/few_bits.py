@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparcel.errors import InputError
 from sparcel.kernels.philox import uniform
 
 SMALLEST, LARGEST = 2.0**-100, 3.4e38
@@ -78,7 +77,6 @@ def quantize(
         The scales' dtype, bfloat16 or float32. In bfloat16 they are rounded to nearest, and with a
         seed up.
     """
-    check_codes(bits, block)
     size, levels = x.numel(), 2 ** (bits - 1) - 1
     rows = torch.nn.functional.pad(limited(x, torch.float32), (0, -size % block)).view(-1, block)
     negative = torch.signbit(rows)
@@ -128,13 +126,7 @@ def dequantize(codes: Tensor, scales: Tensor, size: int, bits: int, block: int) 
     -------
     Tensor
         float32 ``[size]``.
-
-    Raises
-    ------
-    InputError
-        When the lengths of ``codes`` or ``scales`` do not fit ``size``.
     """
-    check_lengths(codes, scales, size, bits, block)
     levels = 2 ** (bits - 1) - 1
     code = _unpack(codes, bits)[:size]
     places = torch.arange(size, device=codes.device) // block
@@ -144,26 +136,6 @@ def dequantize(codes: Tensor, scales: Tensor, size: int, bits: int, block: int) 
         steps = _quotient(scales.float(), torch.full_like(scales, levels, dtype=torch.float32))
         magnitude = (code & levels).float() * steps[places]
     return torch.where(code > levels, -magnitude, magnitude)
-
-
-def check_codes(bits: int, block: int) -> None:
-    """Raise `InputError` unless there are codes of so many bits, in blocks of such a length."""
-    if bits not in (8, 4, 2):
-        raise InputError(f"bits must be 8, 4 or 2, got {bits}")
-    if block < 1:
-        raise InputError(f"block must be at least 1, got {block}")
-
-
-def check_lengths(codes: Tensor, scales: Tensor, size: int, bits: int, block: int) -> None:
-    """Raise `InputError` where `dequantize` does."""
-    check_codes(bits, block)
-    nbytes, blocks = -(-size * bits // 8), -(-size // block)
-    counts = (blocks, 2 * blocks) if bits == 2 else (blocks,)
-    if codes.numel() != nbytes or scales.numel() not in counts:
-        raise InputError(
-            f"{size} values of {bits} bits in blocks of {block} need {nbytes} bytes and"
-            f" {' or '.join(map(str, counts))} scales, got {codes.numel()} and {scales.numel()}"
-        )
 
 
 def limited(x: Tensor, dtype: torch.dtype) -> Tensor:

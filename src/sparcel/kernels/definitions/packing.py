@@ -7,7 +7,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from sparcel.errors import InputError
 from sparcel.kernels.definitions.common import index_dtype
 
 _MOST_LOW_BITS = 57  # so many can be read at once, from any bit of a byte on
@@ -66,13 +65,7 @@ def unpack_indices(words: Tensor, count: int, size: int) -> Tensor | None:
     words
         As returned by `pack_indices`, or any others: then the indices may be out of order or of
         range, and the result is None if the bitmap does not have ``count`` bits.
-
-    Raises
-    ------
-    InputError
-        When the length of ``words`` does not fit the counts.
     """
-    check_words(words, count, size)
     low_bits, bitmap_bits = layout(count, size)
     bits = (words[:, None] >> _places(64, words) & 1).flatten()
     highs = bits[:bitmap_bits].nonzero().squeeze(1)
@@ -83,13 +76,6 @@ def unpack_indices(words: Tensor, count: int, size: int) -> Tensor | None:
     lows = bits[bitmap_bits : bitmap_bits + count * low_bits].view(count, low_bits)
     low = (lows << _places(low_bits, words)).sum(dim=1)
     return (highs - _places(count, words) << low_bits | low).to(index_dtype(size))
-
-
-def check_words(words: Tensor, count: int, size: int) -> None:
-    """Raise `InputError` where `unpack_indices` does."""
-    expected = packed_words(count, size)
-    if words.numel() != expected:
-        raise InputError(f"{count} indices below {size} need {expected} words, got {words.numel()}")
 
 
 def layout(count: int, size: int) -> tuple[int, int]:

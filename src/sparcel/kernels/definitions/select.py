@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparcel.errors import InputError
 from sparcel.kernels.addition import Addition
 from sparcel.kernels.definitions.common import index_dtype, magnitude_bits
 
@@ -146,14 +145,7 @@ def magnitude_histogram(x: Tensor, shift: int, bins: int, prefix: int | None = N
     -------
     Tensor
         int64 ``[bins]``.
-
-    Raises
-    ------
-    InputError
-        When ``bins`` is not a power of two, or ``prefix`` is None but there are bits above the
-        field.
     """
-    check_field(x, shift, bins, prefix)
     bits = magnitude_bits(x)
     counted = bits != 0
     if prefix is not None:
@@ -183,19 +175,6 @@ def in_bin(values: Tensor, lowest: int, width: int, most: int) -> tuple[int, int
     candidates = above[(above >= 0) & (above < width)]
     larger = int((above >= width).sum())
     return larger, candidates.numel(), candidates[:most].cpu()
-
-
-def check_field(x: Tensor, shift: int, bins: int, prefix: int | None) -> None:
-    """Raise `InputError` where `magnitude_histogram` does."""
-    if bins < 1 or bins & (bins - 1):
-        raise InputError(f"bins must be a power of two, got {bins}")
-    field_end = shift + bins.bit_length() - 1
-    magnitude_width = 8 * x.element_size() - 1
-    if prefix is None and field_end < magnitude_width:
-        raise InputError(
-            f"the field ends at bit {field_end} of {magnitude_width}: give the prefix of the bits "
-            "above it, or a larger shift"
-        )
 
 
 def _gather(x: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:

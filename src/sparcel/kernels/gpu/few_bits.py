@@ -94,23 +94,15 @@ def _two_means(magnitude, length, ROWS: tl.constexpr, LOG_WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _uniform(first, seed, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
+def _uniform(first, seed, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Return random numbers ``[ROWS, WIDTH]``, those of `sparcel.kernels.philox.uniform`.
 
-    Those of a row begin at its ``first``. If this is ``ALIGNED`` to 4, each block of Philox gives
-    four numbers; else a block is computed for every number.
+    Those of a row begin at its ``first``, a multiple of 4: each block of Philox gives four numbers.
     """
-    if ALIGNED:
-        block = (first >> 2)[:, None] + tl.arange(0, WIDTH // 4)[None, :]
-        word0, word1, word2, word3 = _philox(block, seed)
-        pairs = tl.join(tl.join(word0, word2), tl.join(word1, word3))
-        word = tl.reshape(pairs, [ROWS, WIDTH])
-    else:
-        number = first[:, None] + tl.arange(0, WIDTH)[None, :]
-        word0, word1, word2, word3 = _philox(number >> 2, seed)
-        lower = tl.where((number & 1) == 0, word0, word1)
-        upper = tl.where((number & 1) == 0, word2, word3)
-        word = tl.where((number & 2) == 0, lower, upper)
+    block = (first >> 2)[:, None] + tl.arange(0, WIDTH // 4)[None, :]
+    word0, word1, word2, word3 = _philox(block, seed)
+    pairs = tl.join(tl.join(word0, word2), tl.join(word1, word3))
+    word = tl.reshape(pairs, [ROWS, WIDTH])
     return (word >> 8).to(tl.int32).to(tl.float32) * 2.0**-24
 
 
@@ -126,7 +118,7 @@ def _philox(block, seed):
 def _quantize(
     x, size, seed: tl.uint64, offset, codes, code_bytes, scales, values,
     BITS: tl.constexpr, BLOCK: tl.constexpr, LOG_WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr, MOST: tl.constexpr,
+    STOCHASTIC: tl.constexpr, NARROW: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = 1 << LOG_WIDTH
     LEVELS: tl.constexpr = 2 ** (BITS - 1) - 1
@@ -163,7 +155,7 @@ def _quantize(
         if STOCHASTIC:
             exact = tl.div_rn(magnitude, divisor[:, None]) * LEVELS
             level = exact.to(tl.int32)
-            random = _uniform(offset + first, seed, ROWS, WIDTH, ALIGNED)
+            random = _uniform(offset + first, seed, ROWS, WIDTH)
             level += (random < exact - level.to(tl.float32)).to(tl.int32)
         else:
             inverse = tl.div_rn(tl.zeros_like(divisor) + LEVELS, divisor)
@@ -230,8 +222,7 @@ def quantize(
     offset: int = 0,
     scale: torch.dtype = torch.bfloat16,
 ) -> few_bits.Quantized:
-    few_bits.check_codes(bits, block)
-    if not _fits(block):
+    if not _fits(block) or offset % 4:
         return few_bits.quantize(x.detach(), bits, block, seed, offset, scale)
     size, stochastic, narrow = x.numel(), seed is not None, scale == torch.bfloat16
     codes = x.new_empty(-(-size * bits // 8), dtype=torch.uint8)
@@ -242,7 +233,7 @@ def quantize(
         _quantize, programs, x, size, 0 if seed is None else seed % 2**64, offset, codes,
         codes.numel(), scales.view(torch.int16 if narrow else torch.int32), values,
         BITS=bits, BLOCK=block, LOG_WIDTH=log_width, ROWS=rows,
-        STOCHASTIC=stochastic, ALIGNED=offset % 4 == 0, NARROW=narrow,
+        STOCHASTIC=stochastic, NARROW=narrow,
         MOST=min(torch.finfo(x.dtype).max, _FLOAT32_MAX.value), enable_fp_fusion=False,
     )  # fmt: skip
     return few_bits.Quantized(codes, scales, values)
@@ -251,7 +242,6 @@ def quantize(
 def dequantize(codes: Tensor, scales: Tensor, size: int, bits: int, block: int) -> Tensor:
     if not _fits(block):
         return few_bits.dequantize(codes, scales, size, bits, block)
-    few_bits.check_lengths(codes, scales, size, bits, block)
     values = scales.new_empty(size, dtype=torch.float32)
     log_width, rows, programs = _tiles(size, block)
     launch(

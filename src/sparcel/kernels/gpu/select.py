@@ -17,7 +17,6 @@ from torch import Tensor
 
 from sparcel import device
 from sparcel.kernels.addition import Addition
-from sparcel.kernels.definitions import select as definitions
 from sparcel.kernels.definitions.common import index_dtype
 from sparcel.kernels.definitions.common import magnitude_bits as magnitude_bits_of
 from sparcel.kernels.gpu._bits import bits_of, magnitude_bits
@@ -72,18 +71,6 @@ class _Plan(NamedTuple):
         return cls(rank, min(size, math.ceil(1.05 * size * most / SAMPLES) + TILE))
 
 
-class _Outcome(NamedTuple):
-    """Whether a vector was finite, the bits above which entries passed, and how many did.
-
-    ``taken`` is how many are selected.
-    """
-
-    finite: bool
-    threshold: int
-    passed: int
-    taken: int
-
-
 class _Begun(NamedTuple):
     """A selection that is queued: memory for k entries, and what tells how many there are.
 
@@ -95,12 +82,17 @@ class _Begun(NamedTuple):
     rules: Tensor
     plan: _Plan | None
 
-    def chosen(self, outcome: _Outcome) -> tuple[Tensor, Tensor] | None:
-        """Return the selection, or None if too few or too many passed the threshold."""
-        enough = outcome.passed >= self.values.numel() or outcome.threshold == 0
-        if self.plan and not (enough and outcome.passed <= self.plan.capacity):
-            return None
-        return self.indices[: outcome.taken], self.values[: outcome.taken]
+    def ended(self) -> tuple[tuple[Tensor, Tensor] | None, bool]:
+        """Wait for the selection, and whether the vector was finite.
+
+        The former is None if too few or too many passed the threshold.
+        """
+        first, second = device.read(self.rules).tolist()
+        passed, taken, finite = first[EMITTED], second[EMITTED], not first[FAULT]
+        enough = passed >= self.values.numel() or first[ABOVE] == 0
+        if self.plan and not (enough and passed <= self.plan.capacity):
+            return None, finite
+        return (self.indices[:taken], self.values[:taken]), finite
 
 
 def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -108,8 +100,8 @@ def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if plan:
         sample(vector_alone(x), rules[0], SAMPLES, plan.rank)
         marks = mark(x, rules[0], ties=False)
-    begun = _continue(x, k, rules, plan, marks)
-    return begun.chosen(_outcome(begun)) or _from_all(x, k)
+    found, _ = _continue(x, k, rules, plan, marks).ended()
+    return found or _from_all(x, k)
 
 
 def topk_chunked(x: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
@@ -137,11 +129,10 @@ def accumulate_topk(
         nothing = scratch.new_empty(0, dtype=index_dtype(scratch.numel()))
         return nothing, scratch[:0], rules[0, FAULT] == 0
     begun = _continue(scratch, k, rules, plan, marks, clear=True)
-    outcome = _outcome(begun)
-    found = begun.chosen(outcome)
-    if found is None and outcome.finite:
+    found, finite = begun.ended()
+    if found is None and finite:
         found = _from_all(scratch, k, clear=True)
-    return *(found or (begun.indices[:0], begun.values[:0])), outcome.finite
+    return *(found or (begun.indices[:0], begun.values[:0])), finite
 
 
 def threshold_select(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
@@ -164,7 +155,6 @@ def in_bin(values: Tensor, lowest: int, width: int, most: int) -> tuple[int, int
 
 
 def magnitude_histogram(x: Tensor, shift: int, bins: int, prefix: int | None = None) -> Tensor:
-    definitions.check_field(x, shift, bins, prefix)
     counts = x.new_zeros(max(bins, BINS), dtype=torch.int64)
     programs, parts = parted(x.numel())
     launch(
@@ -207,16 +197,9 @@ def _continue(
 
 def _from_all(x: Tensor, k: int, clear: bool = False) -> tuple[Tensor, Tensor]:
     """Return the k largest of a vector without a sample, which may have misled."""
-    begun = _continue(x, k, _rules(x), None, None, clear)
-    found = begun.chosen(_outcome(begun))
+    found, _ = _continue(x, k, _rules(x), None, None, clear).ended()
     assert found is not None, "without a threshold nothing misleads"
     return found
-
-
-def _outcome(begun: _Begun) -> _Outcome:
-    """Return what has become of a selection, by one read."""
-    first, second = device.read(begun.rules).tolist()
-    return _Outcome(not first[FAULT], first[ABOVE], first[EMITTED], second[EMITTED])
 
 
 @triton.jit(do_not_specialize=["size", "shift", "prefix", "field"])
