@@ -92,10 +92,11 @@ class SparseStream:
         size = vector.shape[0] if vector.ndim else 0
         check_values(vector, size, dense=True)
         vector = vector.detach().contiguous()
+        dense = cls.unchecked(None, vector, size)
         occupied = vector if vector.ndim == 1 else vector.ne(0).any(dim=1)
         indices = occupied.nonzero().squeeze(1).to(kernels.index_dtype(size))
-        if indices.numel() >= dense_from(size, _value_bytes(vector)):
-            return cls.unchecked(None, vector, size)
+        if indices.numel() >= dense_from(size, dense.value_bytes):
+            return dense
         return cls.unchecked(indices, vector[indices], size)
 
     def empty_like(self) -> SparseStream:
@@ -138,7 +139,7 @@ class SparseStream:
     @property
     def value_bytes(self) -> int:
         """Bytes of one coordinate's value, or of its row of values."""
-        return _value_bytes(self.values)
+        return self.dtype.itemsize * (1 if self.width is None else self.width)
 
     @property
     def device(self) -> torch.device:
@@ -375,10 +376,6 @@ def dense_from(size: int, value_bytes: int) -> int:
     an index takes four bytes, or eight if the size needs it; a format may pack it better.
     """
     return size * value_bytes // (kernels.index_dtype(size).itemsize + value_bytes) + 1
-
-
-def _value_bytes(values: Tensor) -> int:
-    return values.element_size() * (values.shape[1] if values.ndim == 2 else 1)
 
 
 def _stored_indices(stream: SparseStream) -> Tensor:

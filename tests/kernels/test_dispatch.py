@@ -46,7 +46,7 @@ def test_compiled_kernels_get_no_tensors_of_other_devices() -> None:
 def test_torch_gets_no_indices_of_a_corrupt_message_on_a_gpu() -> None:
     """To torch, an index out of bounds is the end of CUDA; so what is wrong is raised before."""
     pytest.importorskip("triton")
-    plain = by_device(lambda first: "definition", lambda first: "cpu")
+    plain = by_device(lambda first: "definition", lambda first: "cpu", on_gpu=False)
     with on_card():
         there = moved(HERE)
         assert plain(there) == "definition"

@@ -121,9 +121,7 @@ def saturate(dense: Tensor) -> None:
 
 def indices_fault(indices: Tensor, size: int) -> bool | Tensor:
     """Tell, on the indices' device, whether `check_indices` finds one."""
-    wrong = (indices < 0) | (indices >= size)
-    wrong[1:] |= indices[1:] <= indices[:-1]
-    return wrong.any()
+    return _wrong(indices, size).any()
 
 
 def check_indices(indices: Tensor, size: int) -> int:
@@ -141,7 +139,11 @@ def check_indices(indices: Tensor, size: int) -> int:
     int
         The position of that index, or -1 if there is none.
     """
+    positions = _wrong(indices, size).nonzero()
+    return int(positions[0]) if positions.numel() else -1
+
+
+def _wrong(indices: Tensor, size: int) -> Tensor:
     wrong = (indices < 0) | (indices >= size)
     wrong[1:] |= indices[1:] <= indices[:-1]
-    positions = wrong.nonzero()
-    return int(positions[0]) if positions.numel() else -1
+    return wrong
