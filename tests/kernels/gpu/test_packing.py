@@ -20,7 +20,7 @@ from tests.strategies import same_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu
-few = settings(max_examples=15)
+few = settings(max_examples=10)
 
 
 def unpacked(words: Tensor, count: int, size: int) -> Tensor | None:

@@ -19,7 +19,7 @@ from tests.strategies import CIRCLE, DTYPES, FLOATS, same_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BUILT_IN = (SUM, PRODUCT, MIN, MAX)
-few = settings(max_examples=15)
+few = settings(max_examples=10)
 pytestmark = [
     pytest.mark.gpu,
     # NumPy computes in Triton's interpreter.

@@ -17,6 +17,7 @@ from sparcel.kernels.definitions import select as reference
 from tests.card import moved as on_gpu
 from tests.card import on_card, seen
 from tests.kernels.paths import Case, cases, counts
+from tests.sampling import meeting
 from tests.strategies import FLOATS, same_bits
 
 pytest.importorskip("triton")
@@ -121,8 +122,7 @@ def test_histogram_is_the_definition(case: Case, shift: int, field: int, prefix:
     assert same(gpu.magnitude_histogram(x.to(DEVICE), shift, 2**field, prefix), expected)
 
 
-@pytest.mark.parametrize("kind", ["few pass", "many pass"])
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("kind", "dtype"), meeting(["few pass", "many pass"], FLOATS, each=2))
 def test_a_sample_that_misleads_costs_time_alone(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
