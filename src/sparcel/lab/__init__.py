@@ -7,10 +7,8 @@ left behind however that process ends. No traffic leaves the machine.
 from sparcel.lab.emulated import EmulatedNetwork, LabUnavailableError
 from sparcel.lab.failures import Ended, Line, WorkerFailedError, told_by_survivor
 from sparcel.lab.launch import Workers
-from sparcel.lab.link import Link, parse_rate
-from sparcel.lab.loopback import Loopback
-from sparcel.lab.meter import LinkBytes, link_bytes
-from sparcel.lab.network import Network, open_network
+from sparcel.lab.link import Link, LinkBytes, link_bytes, parse_rate
+from sparcel.lab.network import Loopback, Network, open_network
 from sparcel.lab.program import Faults, run
 
 __all__ = [

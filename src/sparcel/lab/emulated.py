@@ -10,9 +10,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Self
 
 from sparcel.errors import SparcelError, optional
 from sparcel.lab.link import Link
@@ -26,7 +26,7 @@ class LabUnavailableError(SparcelError):
     """The system cannot emulate a network; the message tells why in one line."""
 
 
-class EmulatedNetwork:
+class EmulatedNetwork(AbstractContextManager["EmulatedNetwork"]):
     """Nodes in network namespaces, each joined to one switch by a rate-limited link.
 
     The nodes reach each other and nothing else. One process (``sparcel.lab.switch``) keeps the
@@ -151,9 +151,6 @@ class EmulatedNetwork:
         self._process.wait()
         if self._process.stderr is not None:
             self._process.stderr.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import signal
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, Self
+from contextlib import AbstractContextManager, suppress
+from typing import IO
 
 from sparcel.errors import InputError
 from sparcel.lab.failures import Ended, Failures, Line
@@ -36,7 +36,7 @@ GRACE_S = 5.0
 """How long the other ranks may run after one has failed, to raise and print their own errors."""
 
 
-class Workers:
+class Workers(AbstractContextManager["Workers"]):
     """The processes of one distributed program; rank r runs on node r // ranks_per_node.
 
     The environment of each process has the variables that torchrun sets (``RANK``, ``WORLD_SIZE``,
@@ -212,16 +212,13 @@ class Workers:
         if self._grace is not None:
             self._grace.cancel()
         for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
         for process in self.processes:
             process.wait()
         if self._pmi:
             self._pmi.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -14,7 +14,6 @@ import selectors
 import socket
 import threading
 import uuid
-from collections.abc import Callable
 
 _LONGEST = {"kvsname_max": "256", "keylen_max": "64", "vallen_max": "4096"}
 
@@ -41,15 +40,13 @@ class PmiServer:
         self._gone = 0
         # MPICH derives the names of shared memory from this, so it must be unique on the machine.
         space = f"sparcel-{uuid.uuid4()}"
-        self._answers: dict[str, Callable[[dict[str, str]], dict[str, str]]] = {
-            "init": self._init,
-            "get_maxes": lambda _: {"cmd": "maxes", **_LONGEST},
-            "get_appnum": lambda _: {"cmd": "appnum", "appnum": "0"},
-            "get_my_kvsname": lambda _: {"cmd": "my_kvsname", "kvsname": space},
-            "get_universe_size": lambda _: {"cmd": "universe_size", "size": str(self._ranks)},
-            "put": self._put,
-            "get": self._get,
-            "finalize": lambda _: {"cmd": "finalize_ack"},
+        self._answers = {
+            "init": {"cmd": "response_to_init", "pmi_version": "1", "pmi_subversion": "1"},
+            "get_maxes": {"cmd": "maxes", **_LONGEST},
+            "get_appnum": {"cmd": "appnum", "appnum": "0"},
+            "get_my_kvsname": {"cmd": "my_kvsname", "kvsname": space},
+            "get_universe_size": {"cmd": "universe_size", "size": str(self._ranks)},
+            "finalize": {"cmd": "finalize_ack"},
         }
         self._selector = selectors.DefaultSelector()
         self._ours, theirs = zip(*(socket.socketpair() for _ in range(self._ranks)), strict=True)
@@ -104,14 +101,22 @@ class PmiServer:
     def _reply(self, end: socket.socket, line: str) -> None:
         self.used = True
         words = dict(word.partition("=")[::2] for word in line.split())
-        command = words.get("cmd", "")
-        if command == "barrier_in":
-            self._waiting.append(end)
-            self._release()
-        elif command in self._answers:
-            _send(end, self._answers[command](words))
-        else:  # for example, spawning or publishing names
-            _send(end, {"cmd": command, "rc": "-1", "msg": "not_supported_in_the_lab"})
+        key = words.get("key", "")
+        match words.get("cmd", ""):
+            case "barrier_in":
+                self._waiting.append(end)
+                self._release()
+            case "put":
+                self._values[key] = words.get("value", "")
+                _send(end, {"cmd": "put_result", "msg": "success"})
+            case "get" if key in self._values:
+                found = {"msg": "success", "value": self._values[key]}
+                _send(end, {"cmd": "get_result", **found})
+            case "get":
+                _send(end, {"cmd": "get_result", "rc": "-1", "msg": "key_not_found"})
+            case command:  # some are not served, such as spawning and publishing names
+                unknown = {"cmd": command, "rc": "-1", "msg": "not_supported_in_the_lab"}
+                _send(end, self._answers.get(command, unknown))
 
     def _release(self) -> None:
         """Release the barrier once all ranks wait that are still connected.
@@ -122,19 +127,6 @@ class PmiServer:
             for waiting in self._waiting:
                 _send(waiting, {"cmd": "barrier_out"})
             self._waiting = []
-
-    def _init(self, words: dict[str, str]) -> dict[str, str]:
-        return {"cmd": "response_to_init", "pmi_version": "1", "pmi_subversion": "1"}
-
-    def _put(self, words: dict[str, str]) -> dict[str, str]:
-        self._values[words.get("key", "")] = words.get("value", "")
-        return {"cmd": "put_result", "msg": "success"}
-
-    def _get(self, words: dict[str, str]) -> dict[str, str]:
-        value = self._values.get(words.get("key", ""))
-        if value is None:
-            return {"cmd": "get_result", "rc": "-1", "msg": "key_not_found"}
-        return {"cmd": "get_result", "msg": "success", "value": value}
 
     def close(self) -> None:
         """Stop the server."""

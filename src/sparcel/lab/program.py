@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparcel.errors import InputError
@@ -89,7 +89,7 @@ def run(
     failures = Failures()
     fault_error: str | None = None
     with (
-        contextlib.ExitStack() as timers,
+        contextlib.ExitStack() as before_the_end,
         Workers(network, argv, None, ranks_per_node, mpi) as workers,
     ):
 
@@ -109,7 +109,10 @@ def run(
             fault_error = (
                 f"the ranks had ended before the fault was due, after {faults.after_s:g} s"
             )
-            timers.enter_context(_after(faults.after_s, cause_faults))
+            timer = threading.Timer(faults.after_s, cause_faults)
+            timer.start()
+            before_the_end.callback(timer.join)
+            before_the_end.callback(timer.cancel)
         for event in workers.events():
             if isinstance(event, Line):
                 _print(event)
@@ -136,18 +139,6 @@ def _cause(faults: Faults, network: Network) -> None:
     if faults.kill_node is not None:
         _say(f"node {faults.kill_node} is killed")
         network.kill_node(faults.kill_node)
-
-
-@contextlib.contextmanager
-def _after(seconds: float, do: Callable[[], None]) -> Iterator[None]:
-    """Call ``do`` after some seconds, unless the block ends first."""
-    timer = threading.Timer(seconds, do)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
 
 
 def _print(line: Line) -> None:
