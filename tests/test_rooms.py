@@ -183,9 +183,8 @@ def drawn(lines: dict[str, list[str]], *names: str) -> str:
 def test_the_way_of_a_gradient_is_as_drawn(run_on: Any) -> None:
     drawing = re.search(r"### The way of a gradient.*?```text\n(.*?)```", DESIGN, re.DOTALL)
     assert drawing is not None
-    named = dict(line.split(maxsplit=1) for line in drawing.group(1).splitlines())
-    call = named.pop("call")
-    lines = {name: files.replace("call", call).split(" > ") for name, files in named.items()}
+    named = [line.split(maxsplit=1) for line in drawing.group(1).splitlines()]
+    lines = {name: files.split(" > ") for name, files in named}
     assert " ".join(lines) == "queue run step scheme passes send"
     passing = drawn(lines, "queue", "run", "step", "scheme", "passes")
     sending = drawn(lines, "queue", "run", "step", "scheme", "send")

@@ -101,14 +101,13 @@ class Mesh {
 
     // Returns the first peer whose connection has ended, or size(). Any thread may call it.
     size_t broken() {
-        for (size_t rank = 0; rank < peers_.size(); ++rank) {
-            if (peers_[rank].socket < 0) continue;
-            pollfd state{peers_[rank].socket, POLLRDHUP, 0};
-            if (::poll(&state, 1, 0) > 0 && state.revents & (POLLRDHUP | POLLHUP | POLLERR)) {
-                return rank;
-            }
-        }
-        return peers_.size();
+        std::vector<pollfd> states;  // poll passes over negative descriptors
+        for (const Peer& peer : peers_) states.push_back({peer.socket, POLLRDHUP, 0});
+        if (::poll(states.data(), states.size(), 0) <= 0) return peers_.size();
+        const auto ended = [](const pollfd& state) {
+            return state.revents & (POLLRDHUP | POLLHUP | POLLERR);
+        };
+        return std::ranges::find_if(states, ended) - states.begin();
     }
 
     // Sends and receives, as a part of `call`. The messages are put into `received`, which has one

@@ -139,7 +139,7 @@ def adding_to(checks: Checks) -> Iterator[None]:
         _thread.checks = before
 
 
-def sent(numbers: Sequence[float] | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+def put(numbers: Sequence[float] | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return numbers of the host on a device, without waiting for it.
 
     A tensor keeps its shape.

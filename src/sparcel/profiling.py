@@ -34,15 +34,18 @@ def profiled(name: str) -> AbstractContextManager[object]:
     return profiler.record_function(f"sparcel::{name}") if active else _NOTHING
 
 
+def stopwatch(name: str) -> AbstractContextManager[object]:
+    """Give a block to the stopwatch, if one runs; profiles do not show it."""
+    return _NOTHING if _stopwatch is None else _stopwatch(name)
+
+
 def timed(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Give the calls of a function to the stopwatch, if one runs; profiles do not show them."""
+    """Give the calls of a function to the stopwatch, as `stopwatch` does with a block."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            if _stopwatch is None:
-                return function(*args, **kwargs)
-            with _stopwatch(name):
+            with stopwatch(name):
                 return function(*args, **kwargs)
 
         return call
@@ -51,10 +54,10 @@ def timed(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 @contextmanager
-def timed_by(stopwatch: Stopwatch) -> Iterator[None]:
+def timed_by(watch: Stopwatch) -> Iterator[None]:
     """Let a stopwatch time the parts that run meanwhile, on any thread."""
     global _stopwatch
-    _stopwatch = stopwatch
+    _stopwatch = watch
     try:
         yield
     finally:

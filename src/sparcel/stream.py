@@ -208,7 +208,7 @@ class SparseStream:
                 SparseStream.unchecked(None, self.values[lo:hi], hi - lo, self.finite)
                 for lo, hi in ranges
             ]
-        bounds = device.sent(boundaries, self.device, self.indices.dtype)
+        bounds = device.put(boundaries, self.device, self.indices.dtype)
         cuts = device.read(torch.searchsorted(self.indices, bounds)).tolist()
         counts = [last - first for first, last in pairwise(cuts)]
         indices = self.indices[cuts[0] : cuts[-1]].split(counts)

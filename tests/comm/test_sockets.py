@@ -43,10 +43,11 @@ def connect_with(
     store: dist.Store, intrude: Callable[[Dial], object]
 ) -> tuple[socket.socket, socket.socket]:
     """Connect two ranks, and call a function when rank 0 listens and before rank 1 comes."""
-    connected: dict[int, socket.socket | None] = {}
+    connected: dict[int, socket.socket] = {}
 
     def join(rank: int) -> None:
-        connected[rank] = sockets.connect_all(store, LOOPBACK, rank, 2, SECONDS)[1 - rank]
+        descriptor = sockets.connect_all(store, LOOPBACK, rank, 2, SECONDS)[1 - rank]
+        connected[rank] = socket.socket(fileno=descriptor)
 
     first = threading.Thread(target=join, args=(0,))
     first.start()
@@ -54,7 +55,6 @@ def connect_with(
     join(1)
     first.join()
     del kept
-    assert connected[0] is not None and connected[1] is not None
     return connected[0], connected[1]
 
 
@@ -154,7 +154,7 @@ def test_strangers_neither_get_in_nor_keep_a_rank_out(
 
 
 def test_a_rank_gets_in_once() -> None:
-    store, connected = dist.HashStore(), list[list[socket.socket | None]]()
+    store, connected = dist.HashStore(), list[list[int]]()
     join = (store, LOOPBACK, 0, 3, SECONDS)
     listens = threading.Thread(target=lambda: connected.append(sockets.connect_all(*join)))
     listens.start()
@@ -167,8 +167,7 @@ def test_a_rank_gets_in_once() -> None:
     finish(greet(other, key, 2, 0))
     listens.join()
     for ours, theirs in zip((first, other), connected[0][1:], strict=True):
-        assert theirs is not None
-        check_and_close(ours, theirs)
+        check_and_close(ours, socket.socket(fileno=theirs))
     again.close()
 
 
@@ -242,9 +241,13 @@ def test_ranks_of_one_machine_connect_by_unix_sockets(
     namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Machines, or containers, may have equal addresses; then the name is not there."""
-    listen = sockets._listen_near
+    near = sockets._unix_socket
+
+    def elsewhere(name: str, backlog: int | None = None) -> socket.socket | None:
+        return near(f"{name}!" if backlog else name, backlog)
+
     if namespace == "another":
-        monkeypatch.setattr(sockets, "_listen_near", lambda name, most: listen(f"{name}!", most))
+        monkeypatch.setattr(sockets, "_unix_socket", elsewhere)
     one, other = connect_with(dist.HashStore(), lambda dial: None)
     expected = socket.AF_UNIX if namespace == "the same" else socket.AF_INET
     assert one.family == other.family == expected
@@ -294,10 +297,12 @@ def test_where_unix_sockets_are_forbidden_ranks_connect_over_tcp(
 def test_where_the_queue_of_a_unix_socket_is_full_ranks_connect_over_tcp(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    held: list[socket.socket] = []
+    near, held = sockets._unix_socket, list[socket.socket]()
 
-    def listen(name: str, backlog: int) -> socket.socket:
+    def listen(name: str, backlog: int | None = None) -> socket.socket | None:
         """Listen at the rank's name with a full queue, and give the rank another listener."""
+        if backlog is None:
+            return near(name)
         full, other = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
         full.bind(name)
         full.listen(0)
@@ -308,9 +313,9 @@ def test_where_the_queue_of_a_unix_socket_is_full_ranks_connect_over_tcp(
         held.extend((full, waiting))
         return other
 
-    monkeypatch.setattr(sockets, "_listen_near", listen)
+    monkeypatch.setattr(sockets, "_unix_socket", listen)
     one, other = connect_with(dist.HashStore(), lambda dial: None)
     assert one.family == other.family == socket.AF_INET
     check_and_close(one, other)
-    for near in held:
-        near.close()
+    for one in held:
+        one.close()

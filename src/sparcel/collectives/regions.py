@@ -49,7 +49,7 @@ def balanced_boundaries(
     limit = ranks * (size if max_nnz is None else max_nnz)
 
     def count_below(edges: Tensor) -> tuple[Tensor, bool]:
-        places = device.sent(edges, indices.device, indices.dtype)
+        places = device.put(edges, indices.device, indices.dtype)
         return sum_counts(torch.searchsorted(indices, places), comm, limit, stream.finite)
 
     start, stop = torch.tensor([0]), torch.tensor([size])
@@ -102,7 +102,7 @@ def average_boundaries(stream: SparseStream, comm: Communicator) -> list[int]:
     ranks, size = comm.size, stream.size
     if stream.nnz:
         places = patterns.regions(stream.nnz, ranks)[1:-1]
-        own = stream.indices[device.sent(places, stream.device, torch.int64)].long()
+        own = stream.indices[device.put(places, stream.device, torch.int64)].long()
     else:
         own = torch.tensor(patterns.regions(size, ranks)[1:-1], dtype=torch.int64)
     total, _ = sum_counts(own, comm, ranks * size)

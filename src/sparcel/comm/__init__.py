@@ -13,9 +13,13 @@ import torch
 import torch.distributed as dist
 
 from sparcel.comm.calls import Call, call_of, digest
-from sparcel.comm.communicator import DIRECT_RANKS, Communicator
+from sparcel.comm.communicator import (
+    DIRECT_RANKS,
+    Communicator,
+    gather_in_rounds,
+    ranks_with_other,
+)
 from sparcel.comm.engine import ALL_CONTROL
-from sparcel.comm.in_rounds import gather_in_rounds
 from sparcel.comm.jobs import Job
 from sparcel.comm.launcher import launched
 from sparcel.comm.nodes import Grid
@@ -48,6 +52,7 @@ __all__ = [
     "digest",
     "gather_in_rounds",
     "launched",
+    "ranks_with_other",
     "resolve",
     "resolve_or_alone",
     "ring_bytes",

@@ -11,11 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from inspect import signature
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-
-T = TypeVar("T")
 
 _FINGERPRINT_BITS = 32
 
@@ -89,8 +87,10 @@ class Calls:
 
     Attributes
     ----------
+    under_way
+        The call under way and those around it, the outermost first.
     fingerprint
-        Of the call under way and the calls around it; 0 outside of calls.
+        Of these; 0 outside of calls.
     latest
         The call that began last, or None before the first one.
     """
@@ -98,25 +98,25 @@ class Calls:
     def __init__(self) -> None:
         self.fingerprint = 0
         self.latest: LatestCall | None = None
-        self._under_way: tuple[Call, ...] = ()
+        self.under_way: tuple[Call, ...] = ()
         self._outer: Counter[str] = Counter()
 
-    def within(self, call: Call, label: str, job: Callable[[], T]) -> T:
-        """Run ``job`` inside ``call``; ``label`` tells its communicator from others."""
-        around, fingerprint = self._under_way, self.fingerprint
+    def begin(self, call: Call, label: str) -> tuple[tuple[Call, ...], int]:
+        """Begin ``call`` on the communicator with this label.
+
+        Returns what ``under_way`` and ``fingerprint`` have to be again when it ends.
+        """
+        around, fingerprint = self.under_way, self.fingerprint
         self.fingerprint = (31 * fingerprint + call.fingerprint) % (1 << _FINGERPRINT_BITS)
         if not around:
             self._outer[label] += 1
             self.latest = LatestCall(label, self._outer[label], ((0, call),), (call,))
-            self._under_way = (call,)
+            self.under_way = (call,)
         elif self.latest is not None and label == self.latest.label:
-            self._under_way = (*around, call)
+            self.under_way = (*around, call)
             begun = (*self.latest.begun, (len(around), call))
-            self.latest = LatestCall(label, self.latest.outer, begun, self._under_way)
-        try:
-            return job()
-        finally:
-            self._under_way, self.fingerprint = around, fingerprint
+            self.latest = LatestCall(label, self.latest.outer, begun, self.under_way)
+        return around, fingerprint
 
 
 @lru_cache(maxsize=1024, typed=True)

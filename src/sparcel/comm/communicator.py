@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, lru_cache, partial
-from typing import Self, TypeVar
+from functools import cached_property, lru_cache, partial, wraps
+from typing import Any, Self, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from sparcel import patterns
-from sparcel.comm.calls import Call, Calls
-from sparcel.comm.engine import ALL_CONTROL, other_length
-from sparcel.comm.in_rounds import gather_in_rounds
+from sparcel.comm.calls import Call, Calls, digest
+from sparcel.comm.engine import ALL_CONTROL, Arrived, Bounds, Leaving, PeerErrors, whole
 from sparcel.comm.jobs import Job
 from sparcel.comm.nodes import Grid, nodes_of, own_location, split_in_grid
-from sparcel.comm.parts import whole
 from sparcel.comm.traffic import Traffic
 from sparcel.ops import SUM, Op
+from sparcel.profiling import stopwatch
 from sparcel.rates import Rates
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+Message = TypeVar("Message")
 
 DIRECT_RANKS = 8
 """Up to so many ranks send short messages straight to all others. That takes one wait; ways with
@@ -64,11 +65,11 @@ class Communicator(ABC):
     calls: Calls
     label: str
     rates: Rates | None = None
+    _errors: PeerErrors
+    _in_job: Callable[[], bool]  # tells whether the caller is a job
 
     @abstractmethod
-    def exchange_parts(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int], control: int
-    ) -> dict[int, list[Tensor]]:
+    def exchange_parts(self, sends: Leaving, receives: Bounds, control: int) -> Arrived:
         """Exchange messages that are given in parts; return those received in parts, by source.
 
         A message is the bytes of its parts in order. The first ``control`` bytes of each message
@@ -86,7 +87,7 @@ class Communicator(ABC):
         """
 
     def exchange(
-        self, sends: Mapping[int, Tensor], receives: Mapping[int, int], control: int = 0
+        self, sends: Mapping[int, Tensor], receives: Bounds, control: int = 0
     ) -> dict[int, Tensor]:
         """Send and receive messages, all outstanding at once; return those received, by source.
 
@@ -162,7 +163,7 @@ class Communicator(ABC):
         )
         for source, part in arrived.items():
             if part.numel() != arriving[source]:
-                raise other_length(source, part.numel(), self.rank, arriving[source])
+                raise self._errors.other_length(source, part.numel(), arriving[source])
         arrived[self.rank] = parts[self.rank]
         return torch.cat([arrived.get(rank, message[:0]) for rank in range(self.size)])
 
@@ -170,12 +171,20 @@ class Communicator(ABC):
     def all_reduce(self, tensor: Tensor, op: Op = SUM) -> None:
         """Reduce a dense tensor over all ranks in place, by the engine's own algorithm."""
 
-    @abstractmethod
     def split(self, colour: int) -> Self:
         """Return the communicator of the ranks that gave the same ``colour``; all ranks call.
 
-        Ranks keep their order.
+        Ranks keep their order. On real processes the new communicator has its own connections.
         """
+        return self.run(lambda: self._split(colour))
+
+    def _split(self, colour: int) -> Self:
+        colours = self.gather_numbers(colour)
+        return self._subgroup([rank for rank, one in enumerate(colours) if one == colour], colour)
+
+    @abstractmethod
+    def _subgroup(self, ranks: list[int], colour: int) -> Self:
+        """Return the communicator of some ranks, all of which call in a job with this colour."""
 
     @abstractmethod
     def run(self, job: Callable[[], T]) -> T:
@@ -197,7 +206,14 @@ class Communicator(ABC):
         MismatchError
             On all ranks, when ranks make different calls at the same place of the program.
         """
-        return self.run(partial(self.calls.within, call, self.label, job))
+        if not self._in_job():
+            return self.run(partial(self.call, call, job))
+        calls = self.calls
+        around = calls.begin(call, self.label)
+        try:
+            return job()
+        finally:
+            calls.under_way, calls.fingerprint = around
 
     @abstractmethod
     def submit(self, job: Callable[[], T]) -> Job[T]:
@@ -231,13 +247,13 @@ class Communicator(ABC):
             blocks = self.gather(block, max(nbytes), control)
             for rank, (one, expected) in enumerate(zip(blocks, nbytes, strict=True)):
                 if one.numel() != expected:
-                    raise other_length(rank, one.numel(), self.rank, expected)
+                    raise self._errors.other_length(rank, one.numel(), expected)
             return torch.cat(blocks)
 
         def cut(parts: list[Tensor], ranks: Sequence[int]) -> Sequence[Tensor]:
             arrived, lengths = torch.cat(parts), [nbytes[rank] for rank in ranks]
             if arrived.numel() != sum(lengths):
-                raise other_length(ranks[0], arrived.numel(), self.rank, sum(lengths))
+                raise self._errors.other_length(ranks[0], arrived.numel(), sum(lengths))
             messages: tuple[Tensor, ...] = arrived.split(lengths)
             return messages
 
@@ -296,6 +312,59 @@ class Communicator(ABC):
     def staged(self) -> WeakValueDictionary[torch.device, Communicator]:
         """What carries tensors of GPUs over this communicator, by the GPU; see `carry`."""
         return WeakValueDictionary()  # they refer to this communicator
+
+
+def exchanging(method: F) -> F:
+    """Make a method that exchanges messages a job, and let a stopwatch time it."""
+
+    @wraps(method)
+    def exchange(self: Communicator, *args: Any, **kwargs: Any) -> Any:
+        if not self._in_job():
+            return self.run(partial(exchange, self, *args, **kwargs))
+        with stopwatch("messages"):
+            return method(self, *args, **kwargs)
+
+    return exchange  # type: ignore[return-value]  # it has the method's signature
+
+
+def ranks_with_other(facts: str, comm: Communicator) -> list[int]:
+    """Return the ranks whose facts differ from this rank's; all ranks call."""
+    own = digest(facts, 56)
+    gathered = comm.run(lambda: comm.gather_numbers(own))
+    return [rank for rank, other in enumerate(gathered) if other != own]
+
+
+def gather_in_rounds(
+    comm: Communicator,
+    own: Message,
+    at_most: Sequence[int],
+    join: Callable[[list[Message]], Sequence[Tensor]],
+    cut: Callable[[list[Tensor], Sequence[int]], Sequence[Message]],
+    control: int = 0,
+) -> list[Message]:
+    """Return the messages of all ranks, by rank.
+
+    Parameters
+    ----------
+    own
+        This rank's message.
+    at_most
+        The most bytes of each rank's message; the same on all ranks.
+    join
+        Given several messages, returns the parts of the one in which they travel.
+    cut
+        Given what came, in parts, and the ranks whose messages it holds, returns these messages.
+    control
+        How many bytes of each rank's message are control; `join` puts these first.
+    """
+    held = [own]  # the messages of this rank and of those that follow it
+    for below, above, _, count in patterns.bruck(comm.rank, comm.size):
+        ranks = [(above + place) % comm.size for place in range(count)]
+        bound = sum([at_most[rank] for rank in ranks])
+        leaving = {below: join(held[:count])}
+        came = comm.exchange_parts(leaving, {above: bound}, count * control)[above]
+        held += cut(came, ranks)
+    return [held[(rank - comm.rank) % comm.size] for rank in range(comm.size)]
 
 
 _across_nodes = lru_cache(maxsize=8)(Rates.across_nodes)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from sparcel.comm.communicator import Communicator
+from sparcel.comm.communicator import Communicator, exchanging
+from sparcel.comm.engine import Arrived, Bounds, Leaving, PeerErrors
 from sparcel.comm.executor import Executor
 from sparcel.comm.jobs import CLOSED, Job, submit_beside
 from sparcel.comm.rendezvous import Rendezvous
 from sparcel.comm.traffic import Traffic
 from sparcel.errors import CommunicationError, InputError
 from sparcel.ops import SUM, Op
-from sparcel.profiling import timed
 from sparcel.side_stream import SideStream, as_here
 
 T = TypeVar("T")
@@ -63,6 +63,7 @@ class ConnectedCommunicator(Communicator):
         self.rendezvous = rendezvous
         self.rank, self.size = rendezvous.rank, len(rendezvous.members)
         self.timeout = rendezvous.timeout
+        self._errors = PeerErrors(rendezvous.members, self.rank)
         # A rank's counter includes the messages of communicators split from its own.
         self.traffic = Traffic() if parent is None else parent.traffic
         self.label = label
@@ -75,33 +76,25 @@ class ConnectedCommunicator(Communicator):
         self._is_first = parent is None
         self._family: _Family
         if parent is None:
-            me = rendezvous.members[rendezvous.rank]
-            self._family = _Family(Executor(me, self._failure))
+            self._family = _Family(Executor(self._errors.me, self._failure))
         else:
             self._family = parent._family
             release = self._family.executor.release
             weakref.finalize(self, release, self.engine, self._failure).atexit = False
         self._executor = self._family.executor
-        self.calls = self._executor.calls
+        self.calls, self._in_job = self._executor.calls, self._executor.queue.is_current
         self._executor.engines.append(self.engine)
 
-    @timed("messages")
-    def exchange_parts(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int], control: int
-    ) -> dict[int, list[Tensor]]:
+    @exchanging
+    def exchange_parts(self, sends: Leaving, receives: Bounds, control: int) -> Arrived:
         """See `Communicator.exchange_parts`."""
+        received = self.engine.exchange(sends, receives, self.calls.fingerprint, control)
+        self.traffic.count(
+            [sum(map(Tensor.numel, parts)) for parts in sends.values()],
+            [sum(map(Tensor.numel, parts)) for parts in received.values()],
+        )
+        return received
 
-        def job() -> dict[int, list[Tensor]]:
-            received = self.engine.exchange(sends, receives, self.calls.fingerprint, control)
-            self.traffic.count(
-                [sum(map(Tensor.numel, parts)) for parts in sends.values()],
-                [sum(map(Tensor.numel, parts)) for parts in received.values()],
-            )
-            return received
-
-        return self.run(job)
-
-    @timed("messages")
     def all_reduce(self, tensor: Tensor, op: Op = SUM) -> None:
         """See `Communicator.all_reduce`.
 
@@ -121,20 +114,16 @@ class ConnectedCommunicator(Communicator):
                 f"tensor must be contiguous and one of {_REDUCED_DTYPES}, got {tensor.dtype}"
                 f" with strides {tensor.stride()}"
             )
+        self._all_reduce(tensor, op)
 
-        def job() -> None:
-            self.engine.all_reduce(tensor, op)
-            self.traffic.count_ring(tensor, self.size)
-
-        self.run(job)
-
-    def split(self, colour: int) -> Self:
-        """See `Communicator.split`; the new communicator has its own connections."""
-        return self.run(lambda: self._split(colour))
+    @exchanging
+    def _all_reduce(self, tensor: Tensor, op: Op) -> None:
+        self.engine.all_reduce(tensor, op)
+        self.traffic.count_ring(tensor, self.size)
 
     def run(self, job: Callable[[], T]) -> T:
         """See `Communicator.run`."""
-        if self._executor.queue.is_current():
+        if self._in_job():
             return job()
         self._check_open()
         if self.device.type != "cpu":  # a thread that waits inside NCCL ignores Ctrl-C
@@ -171,11 +160,8 @@ class ConnectedCommunicator(Communicator):
         if self.closed:
             raise CommunicationError(CLOSED)
 
-    def _split(self, colour: int) -> Self:
-        colours = self.gather_numbers(colour)
-        ranks = [rank for rank in range(self.size) if colours[rank] == colour]
+    def _subgroup(self, ranks: list[int], colour: int) -> Self:
         self._splits += 1
         label = f"{self._splits}.{colour}"
-        return type(self)(
-            self.rendezvous.subgroup(ranks, label), self, label=f"{self.label}/{label}"
-        )
+        meeting = self.rendezvous.subgroup(ranks, label)
+        return type(self)(meeting, self, f"{self.label}/{label}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,9 +14,17 @@ from sparcel.ops import Op
 
 SAME_CALLS = "all ranks must make the same calls, in the same order and with the same arguments"
 
-
 ALL_CONTROL = sys.maxsize
 """How many bytes of a message are control if it has no payload."""
+
+Leaving: TypeAlias = Mapping[int, Sequence[Tensor]]
+"""The parts of messages (uint8, contiguous), by destination."""
+
+Bounds: TypeAlias = Mapping[int, int]
+"""The most bytes of messages that are due, by source."""
+
+Arrived: TypeAlias = dict[int, list[Tensor]]
+"""The parts of messages that have arrived, by source."""
 
 
 class Engine(Protocol):
@@ -34,13 +42,7 @@ class Engine(Protocol):
     def waiting(self) -> bool:
         """Whether a thread is inside the engine and waits for a peer."""
 
-    def exchange(
-        self,
-        sends: Mapping[int, Sequence[Tensor]],
-        receives: Mapping[int, int],
-        call: int,
-        control: int,
-    ) -> dict[int, list[Tensor]]:
+    def exchange(self, sends: Leaving, receives: Bounds, call: int, control: int) -> Arrived:
         """See `Communicator.exchange_parts`; an engine on the CPU need not part a message.
 
         Messages carry the fingerprint ``call``, in a form that the engine chooses.
@@ -80,40 +82,54 @@ class LostPeerError(CommunicationError):
         self.late = late
 
 
-def lost(me: int, peer: int | None) -> LostPeerError:
-    """Return the error of rank ``me`` whose connection to ``peer`` ended.
+def whole(parts: Sequence[Tensor]) -> Tensor:
+    """Return a message, which may have arrived in parts, in one tensor."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
-    None stands for a peer that is not known.
+
+class PeerErrors:
+    """Makes the errors of a rank about its peers, named by numbers that are the same on all ranks.
+
+    Parameters
+    ----------
+    names
+        The numbers by which errors name the ranks, by rank.
+    rank
+        This process's rank, an index into ``names``.
     """
-    text = f"rank {me} lost its connection to {_name(peer)}, whose process or network failed"
-    return LostPeerError(text, late=False)
 
+    def __init__(self, names: Sequence[int], rank: int) -> None:
+        self.names, self.me = names, names[rank]
 
-def late(me: int, seconds: float, peer: int | None) -> LostPeerError:
-    """Return the error of rank ``me`` that waited ``seconds`` for ``peer``.
+    def lost(self, peer: int | None = None) -> LostPeerError:
+        """Return the error of a connection that ended; ``peer`` is None if it is not known."""
+        text = (
+            f"rank {self.me} lost its connection to {self._name(peer)}, whose process or network"
+            " failed"
+        )
+        return LostPeerError(text, late=False)
 
-    None stands for all other ranks.
-    """
-    return LostPeerError(f"rank {me} waited {seconds:g} s for {_name(peer)}", late=True)
+    def lost_by(self, error: Exception) -> LostPeerError:
+        """Return the error for an engine's own error."""
+        return LostPeerError(f"rank {self.me} lost a peer: {error}", late=False)
 
+    def late(self, seconds: float, peer: int | None = None) -> LostPeerError:
+        """Return the error of a rank that waited too long for ``peer``; None for all others."""
+        text = f"rank {self.me} waited {seconds:g} s for {self._name(peer)}"
+        return LostPeerError(text, late=True)
 
-def too_long(peer: int, nbytes: int, me: int, at_most: int) -> MismatchError:
-    """Return the error of rank ``me`` to which ``peer`` sent more bytes than it expected."""
-    return other_length(peer, nbytes, me, f"at most {at_most}")
+    def other_length(self, peer: int, nbytes: int, expected: int | str) -> MismatchError:
+        """Return the error of a message with more or fewer bytes than expected."""
+        return MismatchError(
+            f"rank {self.names[peer]} sent {nbytes} bytes to rank {self.me}, which expected"
+            f" {expected}; the ranks' sizes, dtypes or counts differ"
+        )
 
+    def other_call(self, peer: int) -> MismatchError:
+        """Return the error of a message of another call."""
+        return MismatchError(
+            f"rank {self.names[peer]} sent rank {self.me} a message of another call; {SAME_CALLS}"
+        )
 
-def other_length(peer: int, nbytes: int, me: int, expected: int | str) -> MismatchError:
-    """Return the error of rank ``me`` to which ``peer`` sent more or fewer bytes than expected."""
-    return MismatchError(
-        f"rank {peer} sent {nbytes} bytes to rank {me}, which expected {expected}; the ranks'"
-        " sizes, dtypes or counts differ"
-    )
-
-
-def other_call(peer: int, me: int) -> MismatchError:
-    """Return the error of rank ``me`` to which ``peer`` sent a message of another call."""
-    return MismatchError(f"rank {peer} sent rank {me} a message of another call; {SAME_CALLS}")
-
-
-def _name(peer: int | None) -> str:
-    return "the others" if peer is None else f"rank {peer}"
+    def _name(self, peer: int | None) -> str:
+        return "the others" if peer is None else f"rank {self.names[peer]}"

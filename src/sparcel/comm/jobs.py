@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -31,8 +31,6 @@ class Job(Generic[T]):
     ----------
     job
         The function to run.
-    counted
-        Whether the queue counts the job as waiting.
 
     Attributes
     ----------
@@ -40,8 +38,7 @@ class Job(Generic[T]):
         The job's place among the work of a GPU; None on the CPU.
     """
 
-    def __init__(self, job: Callable[[], T], counted: bool = False) -> None:
-        self.counted = counted
+    def __init__(self, job: Callable[[], T]) -> None:
         self.turn: Turn[T] | None = None
         self._job: Callable[[], T] | None = job
         # Not torch's future: what refers to itself through one, as an error does through its
@@ -59,15 +56,13 @@ class Job(Generic[T]):
         future: torch.futures.Future[T] = turn.future() if turn else torch.futures.Future()
 
         def pass_on() -> None:
-            error = self._error
-            if error is None and turn is None:
-                future.set_result(self._result)
-            elif error is None and turn is not None:
-                try:
-                    turn.fulfil(future, self._result)
-                except Exception as refusal:  # of the GPU; the thread that runs jobs goes on
-                    error = refusal
-            if error is not None:
+            try:
+                if self._error is not None:
+                    raise self._error
+                (turn.fulfil if turn else type(future).set_result)(future, self._result)
+            except (
+                Exception
+            ) as error:  # the job's, or of the GPU; the thread that runs jobs goes on
                 future.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
 
         self._followers.append(pass_on)
@@ -145,16 +140,29 @@ def submit_beside(
 
 
 class JobQueue:
-    """Runs jobs one at a time, on a daemon thread or on the caller's thread, until it ends."""
+    """Runs jobs one at a time, on a daemon thread or on the caller's thread, until it ends.
+
+    Queued jobs come before later ones. Ctrl-C may arrive at any point. It cannot interrupt entering
+    a ``with`` on a lock, or a plain assignment, halfway; so ``_turn`` never stays taken.
+
+    Attributes
+    ----------
+    since
+        When the job under way began, on the monotonic clock; None if there is none.
+    ended
+        Whether the queue refuses new jobs.
+    """
 
     def __init__(self, name: str) -> None:
-        self._pending: _Pending = SimpleQueue()
-        self._state = _State()
-        self._thread = threading.Thread(
-            target=_work, args=(self._pending, self._state), name=name, daemon=True
-        )
-        self._thread.start()
+        self.since: float | None = None
         self.ended = False
+        self._pending: SimpleQueue[Job[Any] | None] = SimpleQueue()
+        self._turn, self._counting = threading.Lock(), threading.Lock()
+        self._waiting = 0  # jobs that were submitted and have not yet run; void after the end
+        self._runner: int | None = None
+        self._over = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
 
     def run(self, job: Callable[[], T]) -> T:
         """Run ``job`` after all jobs submitted before, and return its result.
@@ -170,11 +178,10 @@ class JobQueue:
             return job()
         if self.ended:
             raise CommunicationError(CLOSED)
-        state = self._state
-        if not state.waiting and not state.turn.locked():  # acquiring a taken lock ignores Ctrl-C
-            with state.turn:
-                if not state.waiting and not self.ended:
-                    return state.perform(job)
+        if not self._waiting and not self._turn.locked():  # acquiring a taken lock ignores Ctrl-C
+            with self._turn:
+                if not self._waiting and not self.ended:
+                    return self._perform(job)
         return self.submit(job).wait()
 
     def submit(self, job: Callable[[], T]) -> Job[T]:
@@ -187,24 +194,19 @@ class JobQueue:
         """
         if self.ended:
             raise CommunicationError(CLOSED)
-        queued = Job(job, counted=True)
+        queued = Job(job)
         if self.is_current():
             queued.run()
         else:
-            self._state.count(1)
+            self._count(1)
             self._pending.put(queued)
-            if self._state.over:  # the queue ended after the check above
+            if self._over:  # the queue ended after the check above
                 queued.fail(CommunicationError(CLOSED))
         return queued
 
     def is_current(self) -> bool:
         """Tell whether the caller is a job of this queue."""
-        return self._state.runner == threading.get_ident()
-
-    @property
-    def since(self) -> float | None:
-        """When the job under way began, on the monotonic clock; None if there is none."""
-        return self._state.since
+        return self._runner == threading.get_ident()
 
     def end(self, last: Callable[[], object]) -> None:
         """Refuse new jobs; run those submitted so far, then ``last``, and end the thread.
@@ -222,47 +224,26 @@ class JobQueue:
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
-
-_Pending: TypeAlias = "SimpleQueue[Job[Any] | None]"
-
-
-class _State:
-    """Decides whose turn it is: one job at a time, and queued jobs before later ones.
-
-    Ctrl-C may arrive at any point. It cannot interrupt entering a ``with`` on a lock, or a plain
-    assignment, halfway; so ``turn`` never stays taken.
-    """
-
-    def __init__(self) -> None:
-        self.turn = threading.Lock()
-        self._counting = threading.Lock()
-        self.waiting = 0
-        self.runner: int | None = None
-        self.since: float | None = None
-        self.over = False
-
-    def count(self, change: int) -> None:
-        """Change the number of jobs that were submitted and have not yet run."""
+    def _count(self, change: int) -> None:
         with self._counting:
-            self.waiting += change
+            self._waiting += change
 
-    def perform(self, job: Callable[[], T]) -> T:
-        """Run a job on this thread, which holds ``turn``."""
+    def _perform(self, job: Callable[[], T]) -> T:
+        """Run a job on this thread, which holds ``_turn``."""
         try:
-            self.since, self.runner = time.monotonic(), threading.get_ident()
+            self.since, self._runner = time.monotonic(), threading.get_ident()
             return job()
         finally:
-            self.runner = self.since = None
+            self._runner = self.since = None
 
-
-def _work(pending: _Pending, state: _State) -> None:
-    while (queued := pending.get()) is not None:
-        with state.turn:
-            state.perform(queued.run)
-            state.count(-queued.counted)
-        del queued  # otherwise the job's tensors would live until the next job
-    state.over = True  # jobs that were put since the end, or will be, must fail
-    with suppress(Empty):
-        while True:
-            if (late := pending.get_nowait()) is not None:
-                late.fail(CommunicationError(CLOSED))
+    def _work(self) -> None:
+        while (queued := self._pending.get()) is not None:
+            with self._turn:
+                self._perform(queued.run)
+                self._count(-1)
+            del queued  # otherwise the job's tensors would live until the next job
+        self._over = True  # jobs that were put since the end, or will be, must fail
+        with suppress(Empty):
+            while True:
+                if (late := self._pending.get_nowait()) is not None:
+                    late.fail(CommunicationError(CLOSED))

@@ -12,7 +12,6 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 
@@ -28,10 +27,8 @@ _STRANGERS = 128
 """How many connections may be open at once that have not proven to be a rank."""
 
 
-def connect_all(
-    store: Store, address: str, rank: int, size: int, timeout: float
-) -> list[socket.socket | None]:
-    """Return a connected socket for every other rank, by rank, and None for this one.
+def connect_all(store: Store, address: str, rank: int, size: int, timeout: float) -> list[int]:
+    """Return the descriptor of a connected socket for every other rank, by rank; −1 for this one.
 
     Every rank listens at its ``address`` for the higher ranks and dials the lower ones. Both ends
     of a connection prove that they know the group's key, which is in the store until all ranks have
@@ -43,7 +40,7 @@ def connect_all(
         The socket's error, or the store's, when not all ranks connected within the timeout.
     """
     if size == 1:
-        return [None]
+        return [-1]
     deadline = time.monotonic() + timeout
     if rank == 0:
         store.set(_KEY, os.urandom(KEY_BYTES).hex())
@@ -66,7 +63,8 @@ def connect_all(
         connection.setblocking(True)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return [meeting.connected.get(peer) for peer in range(size)]
+    sockets = [meeting.connected.get(peer) for peer in range(size)]
+    return [-1 if peer is None else peer.detach() for peer in sockets]
 
 
 class _Meeting:
@@ -86,9 +84,9 @@ class _Meeting:
         listener = socket.create_server((address, 0), family=family, backlog=most)
         self.address: Address = listener.getsockname()[:2]
         self._listeners = [listener]
-        near = _listen_near(_near_name(key, self.address), most)
-        if near is not None:
-            self._listeners.append(near)
+        unix = _unix_socket(_unix_name(key, self.address), most)
+        if unix is not None:
+            self._listeners.append(unix)
         self.connected: dict[int, socket.socket] = {}
         self._key, self._rank, self._most = key, rank, most
         self._expected = set(range(size)) - {rank}
@@ -103,7 +101,7 @@ class _Meeting:
         """Connect to a lower rank, and begin to greet it."""
         connection = None
         if address[0] == self.address[0]:
-            connection = _dial_near(_near_name(self._key, address))
+            connection = _unix_socket(_unix_name(self._key, address))
         if connection is None:
             connection = socket.create_connection(address, timeout=_left(deadline))
         self._begin(connection, greet(connection, self._key, self._rank, peer), peer)
@@ -164,7 +162,7 @@ class _Meeting:
         connection.close()
 
 
-def _near_name(key: bytes, address: Address) -> str:
+def _unix_name(key: bytes, address: Address) -> str:
     """Return the name at which a rank listens for those of its machine.
 
     Such names ("abstract") are no files; they belong to the network namespace, as addresses do.
@@ -176,28 +174,8 @@ def _near_name(key: bytes, address: Address) -> str:
     return "\0" + hmac.digest(key, f"{host} {port}".encode(), "sha256").hex()
 
 
-def _listen_near(name: str, backlog: int) -> socket.socket | None:
-    """Listen at a Unix socket of this name, or return None if that does not work."""
-
-    def listen(listener: socket.socket) -> None:
-        listener.bind(name)
-        listener.listen(backlog)
-
-    return _near(listen)
-
-
-def _dial_near(name: str) -> socket.socket | None:
-    """Connect to a rank of this machine by its name, or return None if that does not work."""
-
-    def dial(connection: socket.socket) -> None:
-        connection.setblocking(False)  # there is nothing to wait for but a place in a full queue
-        connection.connect(name)
-
-    return _near(dial)
-
-
-def _near(begin: Callable[[socket.socket], None]) -> socket.socket | None:
-    """Return a Unix socket once ``begin`` has bound or connected it; None if only TCP works.
+def _unix_socket(name: str, backlog: int | None = None) -> socket.socket | None:
+    """Connect to a Unix socket of this name, or listen there; return None if only TCP works.
 
     Namespaces may have equal addresses, so that the name is not there; the other end's queue may be
     full; sandboxes forbid such sockets, or some of their calls.
@@ -205,10 +183,15 @@ def _near(begin: Callable[[socket.socket], None]) -> socket.socket | None:
     if sys.platform != "linux":
         return None
     with suppress(OSError), ExitStack() as unless_done:
-        near = unless_done.enter_context(socket.socket(socket.AF_UNIX))
-        begin(near)
+        unix = unless_done.enter_context(socket.socket(socket.AF_UNIX))
+        if backlog is None:
+            unix.setblocking(False)  # there is nothing to wait for but a place in a full queue
+            unix.connect(name)
+        else:
+            unix.bind(name)
+            unix.listen(backlog)
         unless_done.pop_all()
-        return near
+        return unix
     return None
 
 

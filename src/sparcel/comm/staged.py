@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Self, TypeVar
 
@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sparcel.comm.communicator import Communicator
-from sparcel.comm.engine import ALL_CONTROL
+from sparcel.comm.engine import ALL_CONTROL, Arrived, Bounds, Leaving, whole
 from sparcel.comm.jobs import Job, submit_beside
-from sparcel.comm.parts import whole
-from sparcel.device import GPUS, read_all, sent
+from sparcel.device import GPUS, put, read_all
 from sparcel.ops import SUM, Op
 from sparcel.profiling import timed
 from sparcel.rates import Rates
@@ -65,6 +64,7 @@ class Staged(Communicator):
         self.rank, self.size, self.timeout = inner.rank, inner.size, inner.timeout
         self.traffic, self.calls, self.label = inner.traffic, inner.calls, inner.label
         self.carrier = f"{inner.carrier} by way of the host"
+        self._errors, self._in_job = inner._errors, inner._in_job
         self._side = SideStream(device) if side is None else side
         # What is passed on to another rank need not be copied back.
         self._on_host: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -79,9 +79,7 @@ class Staged(Communicator):
         self.inner.rates = rates
 
     @timed("messages")
-    def exchange_parts(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int], control: int
-    ) -> dict[int, list[Tensor]]:
+    def exchange_parts(self, sends: Leaving, receives: Bounds, control: int) -> Arrived:
         """See `Communicator.exchange_parts`; messages arrive as control, payload, or both."""
         near = iter(self._to_host([part for parts in sends.values() for part in parts]))
         leaving = {rank: list(islice(near, len(parts))) for rank, parts in sends.items()}
@@ -125,9 +123,8 @@ class Staged(Communicator):
         self.inner.all_reduce(total, op)
         tensor.copy_(total, non_blocking=True)
 
-    def split(self, colour: int) -> Self:
-        """See `Communicator.split`."""
-        return type(self)(self.inner.split(colour), self.device, self._side)
+    def _subgroup(self, ranks: list[int], colour: int) -> Self:
+        return type(self)(self.inner._subgroup(ranks, colour), self.device, self._side)
 
     def run(self, job: Callable[[], T]) -> T:
         """See `Communicator.run`; the job's work on the GPU goes to the caller's stream."""
@@ -157,6 +154,6 @@ class Staged(Communicator):
         return read_all([self._on_host.get(part, part) for part in parts])
 
     def _to_gpu(self, message: Tensor) -> Tensor:
-        payload = sent(message, self.device, torch.uint8)
+        payload = put(message, self.device, torch.uint8)
         self._on_host[payload] = message
         return payload

@@ -118,7 +118,7 @@ class Header(NamedTuple):
         """Return the header's bytes as a tensor, on the host, or on the device of ``finite``."""
         if not isinstance(self.finite, Tensor):
             return torch.frombuffer(bytearray(self.pack()), dtype=torch.uint8)
-        control = device.sent(self._replace(finite=True).control(), self.finite.device, torch.uint8)
+        control = device.put(self._replace(finite=True).control(), self.finite.device, torch.uint8)
         control[_FLAGS_AT] += _NON_FINITE * ~self.finite
         return control
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # it is documented
 
 from sparcel import _cpu
-from sparcel.device import sent
+from sparcel.device import put
 from sparcel.errors import FormatError
 from sparcel.formats.header import HEADER_BYTES, Header, padded
 from sparcel.stream import SparseStream
@@ -97,7 +97,7 @@ def whole(message: Message) -> Tensor:
     if len(message) == 1:
         return message[0]
     place = message[-1].device
-    return torch.cat([sent(part, place, part.dtype) if part.is_cpu else part for part in message])
+    return torch.cat([put(part, place, part.dtype) if part.is_cpu else part for part in message])
 
 
 def joined(messages: Sequence[Message]) -> Message:

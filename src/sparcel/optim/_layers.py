@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparcel import device, kernels
 from sparcel._checks import flag, number
-from sparcel.comm import Call, Group, digest, resolve_or_alone
+from sparcel.comm import Call, Group, ranks_with_other, resolve_or_alone
 from sparcel.errors import InputError, MismatchError
 from sparcel.optim._shares import flat
 from sparcel.optim._state import ChecksStates
@@ -187,9 +187,8 @@ class LayerWise(ChecksStates):
         comm = resolve_or_alone(self._group)
         if comm is None:
             return
-        own = digest(repr(squares), 56)
-        found = comm.call(Call.of("norms", {}), lambda: comm.gather_numbers(own))
-        if others := [rank for rank, one in enumerate(found) if one != own]:
+        call = Call.of("norms", {})
+        if others := comm.call(call, lambda: ranks_with_other(repr(squares), comm)):
             raise MismatchError(
                 f"ranks {others} have other parameters or gradients than rank {comm.rank}, or the"
                 " same in another order; give the optimiser the same parameters in the same order"

@@ -35,5 +35,5 @@ class RandomK(Selector):
         """Draw coordinates, and leave out those that are zero."""
         size = x.numel()
         drawn = distinct(min(k, size), size, self.seed, step)
-        places = device.sent(drawn, x.device, kernels.index_dtype(size))
+        places = device.put(drawn, x.device, kernels.index_dtype(size))
         return stream_of(*reaching(places, x.index_select(0, places), 0), x)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from os import PathLike
 
 from sparcel import cost
-from sparcel.comm import Call, Communicator, digest
+from sparcel.comm import Call, Communicator, ranks_with_other
 from sparcel.errors import InputError, MismatchError
 from sparcel.rates import Rates
 from sparcel.schemes import Scheme
@@ -75,7 +75,7 @@ class Ranks:
         shapes = [tensor.shape for tensor in treatment.tensors.values()]
         densities = sorted(treatment.own_densities.items())
         same = repr((scheme, settings, layout, densities, treatment.scope))
-        others = _others(same, self.everyone) + _others(repr(shapes), self.comm)
+        others = ranks_with_other(same, self.everyone) + ranks_with_other(repr(shapes), self.comm)
         if any(self.everyone.run(lambda: self.everyone.gather_numbers(len(others)))):
             found = f"ranks {others} average" if others else "ranks of another shard average"
             raise MismatchError(
@@ -121,9 +121,3 @@ class Ranks:
         """End the communicator if it was made for this exchange."""
         if self.owned is not None:
             self.owned.close()
-
-
-def _others(facts: str, comm: Communicator) -> list[int]:
-    """Return the ranks whose facts differ from this rank's; all ranks call."""
-    digests = comm.run(lambda: comm.gather_numbers(digest(facts, 56)))
-    return [rank for rank, other in enumerate(digests) if other != digests[comm.rank]]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from sparcel import SparseStream, simulate
 from sparcel.collectives import ALGORITHMS, broadcast, gtopk, oktopk
 from sparcel.comm import Communicator
-from sparcel.comm.engine import ALL_CONTROL
+from sparcel.comm.engine import ALL_CONTROL, PeerErrors
 from sparcel.comm.torch.nccl import NcclEngine
 from sparcel.errors import MismatchError
 from sparcel.formats import Format
@@ -34,9 +34,9 @@ class OverGloo(NcclEngine):
     """The engine over Gloo; ``transferred`` lists the lengths of what each transfer sent."""
 
     def __init__(self, comm: Communicator, device: torch.device | str = "cpu") -> None:
-        self.names, self.rank, self.waiting = list(range(comm.size)), comm.rank, False
+        self._errors, self.waiting = PeerErrors(range(comm.size), comm.rank), False
         self.device = torch.device(device)
-        self._group = dist.new_group(self.names, backend="gloo")
+        self._group = dist.new_group(list(range(comm.size)), backend="gloo")
         self.transferred: list[list[int]] = []
 
     def _transfer(self, pairs):
@@ -138,7 +138,7 @@ def reduced_by_engine(comm, format, device):
 
 @pytest.mark.parametrize(
     ("world_size", "format", "device"),
-    [(3, "raw", "cpu"), (8, "packed", "cpu"), (3, "packed", CARD), (8, "raw", CARD)],
+    [(8, "packed", "cpu"), (2, "packed", CARD), (3, "raw", CARD)],
 )
 def test_collectives_have_the_results_of_other_engines(run_on, world_size, format, device):
     if device == CARD:

@@ -8,12 +8,12 @@ from typing import Self
 from mpi4py import MPI
 from torch import Tensor
 
+from sparcel.comm.communicator import exchanging
 from sparcel.comm.connected import ConnectedCommunicator
 from sparcel.comm.mpi.engine import MpiEngine
 from sparcel.comm.mpi.rendezvous import MpiRendezvous
 from sparcel.comm.mpi.shutdown import MpiFailure, watch_at_exit
 from sparcel.errors import InputError
-from sparcel.profiling import timed
 
 _TIMEOUT_SECONDS = 300.0
 
@@ -52,23 +52,19 @@ class MpiCommunicator(ConnectedCommunicator):
         watch_at_exit(connected._failure, connected._executor)
         return connected
 
-    @timed("messages")
+    @exchanging
     def gather_parts(
         self, parts: Sequence[Tensor], at_most: int, control: int
     ) -> list[Sequence[Tensor]]:
         """See `Communicator.gather_parts`; MPI's own all-gather carries small messages."""
         if at_most > _PADDED_BYTES:
             return super().gather_parts(parts, at_most, control)
-
-        def job() -> list[Sequence[Tensor]]:
-            assert isinstance(self.engine, MpiEngine), "MpiRendezvous makes it"
-            messages = self.engine.gather(parts, at_most, self.calls.fingerprint)
-            lengths = [other.numel() for other in messages]
-            own = lengths.pop(self.rank)
-            self.traffic.count([own] * len(lengths), lengths)
-            return [[message] for message in messages]
-
-        return self.run(job)
+        assert isinstance(self.engine, MpiEngine), "MpiRendezvous makes it"
+        messages = self.engine.gather(parts, at_most, self.calls.fingerprint)
+        lengths = [other.numel() for other in messages]
+        own = lengths.pop(self.rank)
+        self.traffic.count([own] * len(lengths), lengths)
+        return [[message] for message in messages]
 
 
 def connect(comm: MPI.Intracomm) -> MpiCommunicator:

@@ -4,6 +4,9 @@ A receive is posted with a buffer of the message's maximal size. Nothing touches
 the message, so a larger buffer costs nothing. MPI's own waits do not return when a process dies,
 and do not yield the core to other ranks. A waiting rank therefore polls: it asks MPI for progress,
 checks for dead peers and for the timeout, and yields its core.
+
+MPI does not report dead processes. Each rank keeps an idle connection to every other rank; the
+kernel closes it when the process dies.
 """
 
 from __future__ import annotations
@@ -12,15 +15,14 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
 from sparcel import _cpu
-from sparcel.comm.engine import LostPeerError, late, lost, other_call
-from sparcel.comm.mpi.monitor import PeerMonitor
+from sparcel.comm.engine import Arrived, Bounds, Leaving, PeerErrors, whole
 from sparcel.errors import MismatchError
 from sparcel.ops import Op
 
@@ -59,8 +61,8 @@ class MpiEngine:
     ----------
     comm
         An MPI communicator that nothing else uses.
-    monitor
-        Detects dead peers.
+    idle
+        Connections to the other ranks, on which nobody writes.
     names
         The numbers by which errors name the ranks, by rank.
     rank
@@ -73,10 +75,11 @@ class MpiEngine:
     carrier = "MPI"
 
     def __init__(
-        self, comm: MPI.Intracomm, monitor: PeerMonitor, names: list[int], rank: int, timeout: float
+        self, comm: MPI.Intracomm, idle: _cpu.Mesh, names: list[int], rank: int, timeout: float
     ) -> None:
-        self.names, self.rank, self.timeout = names, rank, timeout
-        self._comm, self._monitor = comm, monitor
+        self.rank, self.size, self.timeout = rank, len(names), timeout
+        self._errors = PeerErrors(names, rank)
+        self._comm, self._idle = comm, idle
         largest = comm.Get_attr(MPI.TAG_UB)
         assert isinstance(largest, int), "MPI defines it"
         self._tags = largest + 1
@@ -88,19 +91,11 @@ class MpiEngine:
         """Whether a thread is inside MPI and waits for a peer."""
         return self._busy.locked()
 
-    def exchange(
-        self,
-        sends: Mapping[int, Sequence[Tensor]],
-        receives: Mapping[int, int],
-        call: int,
-        control: int,
-    ) -> dict[int, list[Tensor]]:
+    def exchange(self, sends: Leaving, receives: Bounds, call: int, control: int) -> Arrived:
         """See `Engine.exchange`; a message's tag tells its call, and messages arrive whole."""
         comm, tag = self._comm, call % self._tags
         buffers = [_cpu.empty(at_most) for at_most in receives.values()]
-        messages = [
-            parts[0] if len(parts) == 1 else torch.cat(list(parts)) for parts in sends.values()
-        ]
+        messages = [whole(parts) for parts in sends.values()]
         with self._busy:
             self._check_peers()  # MPICH crashes when it sends to a dead process
             requests = [
@@ -115,7 +110,7 @@ class MpiEngine:
             self._wait(requests, statuses, [*receives, *sends], (buffers, messages))
         for peer, status in zip(receives, statuses, strict=False):
             if status.Get_tag() != tag:
-                raise other_call(self.names[peer], self.names[self.rank])
+                raise self._errors.other_call(peer)
         return {
             peer: [buffer[: status.Get_count(MPI.BYTE)]]
             for peer, buffer, status in zip(receives, buffers, statuses, strict=False)
@@ -132,14 +127,14 @@ class MpiEngine:
         nbytes = sum([part.numel() for part in parts])
         if nbytes > at_most:
             raise MismatchError(
-                f"rank {self.names[self.rank]} must send at most {at_most} bytes, got a message"
+                f"rank {self._errors.me} must send at most {at_most} bytes, got a message"
                 f" of {nbytes}"
             )
         slot_bytes = _HEADER.size + -(-at_most // _WORD_BYTES) * _WORD_BYTES
-        starts = range(0, len(self.names) * slot_bytes, slot_bytes)
+        starts = range(0, self.size * slot_bytes, slot_bytes)
         # Zeros, because slots may stay unwritten if ranks disagree on the bound. A bytearray is
         # faster than a tensor, and every microsecond counts on this path.
-        padded = bytearray(len(self.names) * slot_bytes)
+        padded = bytearray(self.size * slot_bytes)
         _HEADER.pack_into(padded, starts[self.rank], at_most, call, nbytes)
         begin = starts[self.rank] + _HEADER.size
         for part in parts:
@@ -152,11 +147,11 @@ class MpiEngine:
         headers = [_HEADER.unpack_from(padded, start) for start in starts]
         for peer, (bound, theirs, _) in enumerate(headers):
             if theirs != call:
-                raise other_call(self.names[peer], self.names[self.rank])
+                raise self._errors.other_call(peer)
             if bound != at_most:
                 raise MismatchError(
-                    f"rank {self.names[peer]} sent up to {bound} bytes to rank"
-                    f" {self.names[self.rank]}, which expected up to {at_most}; the ranks' sizes,"
+                    f"rank {self._errors.names[peer]} sent up to {bound} bytes to rank"
+                    f" {self._errors.me}, which expected up to {at_most}; the ranks' sizes,"
                     " dtypes or counts differ"
                 )
         slots = torch.frombuffer(padded, dtype=torch.uint8)
@@ -183,7 +178,7 @@ class MpiEngine:
     def abort(self) -> None:
         """See `Engine.abort`."""
         self._aborted = True
-        self._monitor.close()
+        self._idle.shut()
 
     def _wait(
         self,
@@ -211,7 +206,9 @@ class MpiEngine:
                 if polls % _POLLS_PER_CHECK == 0:
                     self._check_peers()
                     if time.monotonic() >= deadline:
-                        raise self._late(requests, peers)
+                        due = zip(requests, peers, strict=False)
+                        silent = (peer for request, peer in due if not request.Test())
+                        raise self._errors.late(self.timeout, next(silent, None))
                 if polls < _YIELDING_POLLS:
                     os.sched_yield()
                 else:
@@ -224,31 +221,22 @@ class MpiEngine:
 
     def _check_peers(self) -> None:
         """Raise when a peer is dead, or the engine was aborted."""
-        dead = self._monitor.dead_peer()
-        if dead is not None or self._aborted:
-            raise lost(self.names[self.rank], None if dead is None else self.names[dead])
-
-    def _late(self, requests: list[MPI.Request], peers: list[int]) -> LostPeerError:
-        silent = [
-            self.names[peer]
-            for request, peer in zip(requests, peers, strict=False)
-            if not request.Test()
-        ]
-        return late(self.names[self.rank], self.timeout, silent[0] if silent else None)
+        dead = self._idle.broken()
+        if dead < self.size or self._aborted:
+            raise self._errors.lost(dead if dead < self.size else None)
 
     def _explained(
         self, error: MPI.Exception, statuses: list[MPI.Status], peers: list[int]
     ) -> Exception:
         """Return the error that an MPI error stands for."""
-        me = self.names[self.rank]
         long = [
-            f"rank {self.names[peer]}"
+            f"rank {self._errors.names[peer]}"
             for peer, status in zip(peers, statuses, strict=False)
             if MPI.Get_error_class(status.Get_error()) == MPI.ERR_TRUNCATE
         ]
         if long or error.Get_error_class() == MPI.ERR_TRUNCATE:
             return MismatchError(
-                f"{', '.join(long) or 'another rank'} sent more bytes to rank {me} than it"
-                " expected; the ranks' sizes, dtypes or counts differ"
+                f"{', '.join(long) or 'another rank'} sent more bytes to rank"
+                f" {self._errors.me} than it expected; the ranks' sizes, dtypes or counts differ"
             )
-        return LostPeerError(f"rank {me} lost a peer: {error}", late=False)
+        return self._errors.lost_by(error)

@@ -17,11 +17,12 @@ from mpi4py import MPI
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub leaves it out
 from torch.distributed.distributed_c10d import PrefixStore
 
+from sparcel import _cpu
 from sparcel.comm.addresses import LOOPBACK, address_of_interface, address_towards, is_loopback
 from sparcel.comm.mpi.engine import MpiEngine, abandoned
-from sparcel.comm.mpi.monitor import PeerMonitor
 from sparcel.comm.mpi.shutdown import MpiFailure
 from sparcel.comm.rendezvous import Rendezvous, connecting
+from sparcel.comm.sockets import connect_all
 from sparcel.errors import InputError
 
 _ANSWER_BYTES = 512
@@ -76,9 +77,9 @@ class MpiRendezvous(Rendezvous):
     def engine(self) -> MpiEngine:
         """See `Rendezvous.engine`."""
         with connecting(self.members[self.rank], self.members):
-            store, size = PrefixStore("monitor", self.store), len(self.members)
-            monitor = PeerMonitor(store, self.address, self.rank, size, self.timeout)
-        return MpiEngine(self.comm, monitor, self.members, self.rank, self.timeout)
+            store, size = PrefixStore("idle", self.store), len(self.members)
+            sockets = connect_all(store, self.address, self.rank, size, self.timeout)
+        return MpiEngine(self.comm, _cpu.Mesh(sockets), self.members, self.rank, self.timeout)
 
     def failure(self) -> MpiFailure:
         """See `Rendezvous.failure`."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -21,20 +22,16 @@ from sparcel.comm.simulated.trace import Trace
 from sparcel.comm.traffic import Traffic
 
 
-class Mailbox(NamedTuple):
-    """Identifies the messages of one group from one rank of the cluster to another."""
+@dataclass(eq=False, slots=True)
+class Mailbox:
+    """The messages of one group that one rank of the cluster has sent to another.
 
-    group: int
+    A message has its number in the trace, its parts, its length, and the fingerprint of its call.
+    """
+
     source: int
     destination: int
-
-
-class Envelope(NamedTuple):
-    """A message in parts, the fingerprint of its call, and its number in the trace."""
-
-    number: int
-    parts: Sequence[Tensor]
-    call: int
+    messages: deque[tuple[int, Sequence[Tensor], int, int]] = field(default_factory=deque)
 
 
 class Cluster:
@@ -55,7 +52,7 @@ class Cluster:
         self.traffic = [Traffic() for _ in range(world_size)]
         self.calls = [Calls() for _ in range(world_size)]
         self.trace = Trace(world_size)
-        self._mail: dict[Mailbox, list[Envelope]] = {}
+        self._mailboxes: dict[tuple[int, int, int], Mailbox] = {}
         self._groups: dict[tuple[int, ...], int] = {}
         self._cpu_time = cpu_time
         self._idle_since = [0.0] * world_size
@@ -72,9 +69,12 @@ class Cluster:
         """Return the number that identifies the group of these ranks."""
         return self._groups.setdefault(members, len(self._groups))
 
-    def start(self) -> None:
-        """Give the baton to the first rank."""
-        self._pass_baton()
+    def mailbox(self, group: int, source: int, destination: int) -> Mailbox:
+        """Return the mailbox of a group's messages from one rank of the cluster to another."""
+        key = group, source, destination
+        if key not in self._mailboxes:
+            self._mailboxes[key] = Mailbox(source, destination)
+        return self._mailboxes[key]
 
     def take_baton(self, rank: int) -> None:
         """Block until it is the turn of ``rank``."""
@@ -90,28 +90,26 @@ class Cluster:
         if self._cpu_time:
             self.trace.add_work(rank, time.thread_time() - self._idle_since[rank])
 
-    def post(self, mailbox: Mailbox, parts: Sequence[Tensor], nbytes: int) -> None:
-        """Put a message in a mailbox; its parts are shared, not copied."""
-        number = self.trace.send(mailbox.source, mailbox.destination, nbytes)
-        call = self.calls[mailbox.source].fingerprint
-        self._mail.setdefault(mailbox, []).append(Envelope(number, parts, call))
-        if self._waiting.get(mailbox.destination) == mailbox:
-            del self._waiting[mailbox.destination]
-            self._ready[mailbox.destination] = None
+    def post(self, box: Mailbox, parts: Sequence[Tensor], call: int) -> int:
+        """Put a message in a mailbox and return its length; parts are shared, not copied."""
+        nbytes = sum([part.numel() for part in parts])
+        number = self.trace.send(box.source, box.destination, nbytes)
+        box.messages.append((number, parts, nbytes, call))
+        if self._waiting.get(box.destination) is box:
+            del self._waiting[box.destination]
+            self._ready[box.destination] = None
+        return nbytes
 
-    def collect(self, mailbox: Mailbox) -> Envelope:
-        """Wait for the next message in the mailbox and return it."""
-        while mailbox not in self._mail:
-            self._waiting[mailbox.destination] = mailbox
-            self._pass_baton(mailbox.source)
-            self.take_baton(mailbox.destination)
+    def collect(self, box: Mailbox) -> tuple[Sequence[Tensor], int, int]:
+        """Wait for a mailbox's next message; return its parts, its length and its call."""
+        while not box.messages:
+            self._waiting[box.destination] = box
+            self.pass_baton(box.source)
+            self.take_baton(box.destination)
             self.check()
-        envelopes = self._mail[mailbox]
-        envelope = envelopes.pop(0)
-        if not envelopes:
-            del self._mail[mailbox]
-        self.trace.receive(envelope.number)
-        return envelope
+        number, parts, nbytes, call = box.messages.popleft()
+        self.trace.receive(number)
+        return parts, nbytes, call
 
     def check(self) -> None:
         """Raise when some rank has failed."""
@@ -129,12 +127,8 @@ class Cluster:
         latest = {rank: calls.latest for rank, calls in enumerate(self.calls)}
         return differences({rank: call.texts for rank, call in latest.items() if call})
 
-    def finish(self, rank: int) -> None:
-        """Pass the baton on for the last time."""
-        self.end_work(rank)
-        self._pass_baton()
-
-    def _pass_baton(self, wanted: int | None = None) -> None:
+    def pass_baton(self, wanted: int | None = None) -> None:
+        """Wake the rank that is wanted if it can run, or else the one that became ready last."""
         if not self._ready and self._waiting:
             self.fail(self._deadlock())
         if wanted in self._ready:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Self, TypeVar
 
@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from sparcel import patterns
-from sparcel.comm.communicator import Communicator
-from sparcel.comm.engine import other_call, too_long
+from sparcel.comm.communicator import Communicator, exchanging
+from sparcel.comm.engine import Arrived, Bounds, Leaving, PeerErrors
 from sparcel.comm.failure import Cause
 from sparcel.comm.jobs import Job
-from sparcel.comm.simulated.cluster import Cluster, Mailbox
+from sparcel.comm.simulated.cluster import Cluster
 from sparcel.errors import MismatchError
 from sparcel.ops import SUM, Op
-from sparcel.profiling import timed
 
 T = TypeVar("T")
 
@@ -35,34 +34,41 @@ class SimulatedCommunicator(Communicator):
         self.traffic, self.calls = cluster.traffic[members[rank]], cluster.calls[members[rank]]
         self._group = cluster.group(members)
         self.label = str(self._group)
+        self._errors = PeerErrors(members, rank)
+        self._running = False
 
-    @timed("messages")
-    def exchange_parts(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int], control: int
-    ) -> dict[int, list[Tensor]]:
+    @exchanging
+    def exchange_parts(self, sends: Leaving, receives: Bounds, control: int) -> Arrived:
         """See `Communicator.exchange_parts`; parts are neither copied nor joined."""
-        cluster, me = self.cluster, self.members[self.rank]
+        cluster, group, members, call = (
+            self.cluster,
+            self._group,
+            self.members,
+            self.calls.fingerprint,
+        )
+        me = members[self.rank]
         cluster.check()
         cluster.end_work(me)
-        for rank, parts in sends.items():
-            nbytes = sum([part.numel() for part in parts])
-            cluster.post(Mailbox(self._group, me, self.members[rank]), parts, nbytes)
-            self.traffic.count([nbytes], [])
-        received = {}
+        sent = [
+            cluster.post(cluster.mailbox(group, me, members[rank]), parts, call)
+            for rank, parts in sends.items()
+        ]
+        received, lengths = {}, []
         for rank, at_most in receives.items():
-            _, parts, call = cluster.collect(Mailbox(self._group, self.members[rank], me))
-            if call != self.calls.fingerprint:
-                error = other_call(self.members[rank], me)
-                raise MismatchError("; ".join(filter(None, (str(error), cluster.differences()))))
-            nbytes = sum([part.numel() for part in parts])
+            box = cluster.mailbox(group, members[rank], me)
+            parts, nbytes, their_call = cluster.collect(box)
+            if their_call != call:
+                said = str(self._errors.other_call(rank)), cluster.differences()
+                raise MismatchError("; ".join(filter(None, said)))
             if nbytes > at_most:
-                raise too_long(rank, nbytes, self.rank, at_most)
-            self.traffic.count([], [nbytes])
+                raise self._errors.other_length(rank, nbytes, f"at most {at_most}")
             received[rank] = list(parts)
+            lengths.append(nbytes)
+        self.traffic.count(sent, lengths)
         cluster.begin_work(me)
         return received
 
-    @timed("messages")
+    @exchanging
     def all_reduce(self, tensor: Tensor, op: Op = SUM) -> None:
         """Reduce by the ring algorithm: reduce-scatter, then all-gather, of P chunks."""
         cuts = patterns.regions(tensor.numel(), self.size)
@@ -77,21 +83,26 @@ class SimulatedCommunicator(Communicator):
             arrived = message.view(tensor.dtype)
             arriving.copy_(op.apply(arrived, arriving) if step < self.size - 1 else arrived)
 
-    def split(self, colour: int) -> Self:
-        """See `Communicator.split`."""
-        colours = self.gather_numbers(colour)
-        members = [rank for rank in range(self.size) if colours[rank] == colour]
-        on_cluster = tuple(self.members[rank] for rank in members)
-        return type(self)(self.cluster, on_cluster, members.index(self.rank))
+    def _subgroup(self, ranks: list[int], colour: int) -> Self:
+        members = tuple([self.members[rank] for rank in ranks])
+        return type(self)(self.cluster, members, ranks.index(self.rank))
 
     def run(self, job: Callable[[], T]) -> T:
         """Run ``job`` at once: a rank has one thread, so jobs run in the order of the calls."""
+        if self._in_job():
+            return job()
+        self._running = True
         try:
             return job()
         except Exception as error:
-            text = f"rank {self.members[self.rank]} failed: {error}"
+            text = f"rank {self._errors.me} failed: {error}"
             self.cluster.fail(Cause(text, isinstance(error, MismatchError)))
             raise
+        finally:
+            self._running = False
+
+    def _in_job(self) -> bool:
+        return self._running
 
     def submit(self, job: Callable[[], T]) -> Job[T]:
         """Run ``job`` at once and return it, ended."""

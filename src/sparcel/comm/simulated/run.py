@@ -127,7 +127,8 @@ def _run(cluster: Cluster, function: Callable[[SimulatedCommunicator], T]) -> li
             errors.append(error)
             cluster.fail(Cause(f"rank {rank} failed: {error}", isinstance(error, MismatchError)))
         finally:
-            cluster.finish(rank)
+            cluster.end_work(rank)
+            cluster.pass_baton()
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -135,7 +136,7 @@ def _run(cluster: Cluster, function: Callable[[SimulatedCommunicator], T]) -> li
         ranks = [threading.Thread(target=run_rank, args=(r,), daemon=True) for r in members]
         for thread in ranks:
             thread.start()
-        cluster.start()
+        cluster.pass_baton()
         for thread in ranks:
             thread.join()
     finally:

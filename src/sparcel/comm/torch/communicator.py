@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sparcel.comm.communicator import exchanging
 from sparcel.comm.connected import ConnectedCommunicator
 from sparcel.comm.torch.gloo import GlooEngine
 from sparcel.comm.torch.rendezvous import TorchRendezvous
 from sparcel.errors import InputError
-from sparcel.profiling import timed
 
 
 class TorchCommunicator(ConnectedCommunicator):
@@ -32,7 +32,7 @@ class TorchCommunicator(ConnectedCommunicator):
         """
         return cls(TorchRendezvous.of(group, device))
 
-    @timed("messages")
+    @exchanging
     def all_to_all(
         self, message: Tensor, leaving: Sequence[int], arriving: Sequence[int]
     ) -> Tensor:
@@ -40,17 +40,13 @@ class TorchCommunicator(ConnectedCommunicator):
         engine = self.engine
         if not isinstance(engine, GlooEngine):
             return super().all_to_all(message, leaving, arriving)
-
-        def job() -> Tensor:
-            arrived = engine.all_to_all(message, leaving, arriving, self.calls.fingerprint)
-            others = [rank for rank in range(self.size) if rank != self.rank]
-            self.traffic.count(
-                [leaving[rank] for rank in others if leaving[rank]],
-                [arriving[rank] for rank in others if arriving[rank]],
-            )
-            return arrived
-
-        return self.run(job)
+        arrived = engine.all_to_all(message, leaving, arriving, self.calls.fingerprint)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        self.traffic.count(
+            [leaving[rank] for rank in others if leaving[rank]],
+            [arriving[rank] for rank in others if arriving[rank]],
+        )
+        return arrived
 
 
 def connect(

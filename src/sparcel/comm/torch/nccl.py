@@ -7,7 +7,7 @@ groups; it has not been run over NCCL's, because no machine with two GPUs was av
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import accumulate
 
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparcel.comm.engine import ALL_CONTROL, LostPeerError, other_call, too_long
-from sparcel.device import read, sent
+from sparcel.comm.engine import ALL_CONTROL, Arrived, Bounds, Leaving, LostPeerError, PeerErrors
+from sparcel.device import put, read
 from sparcel.ops import Op
 
 _FRAME_BYTES = 4096
@@ -44,7 +44,7 @@ class NcclEngine:
     _aborted = False
 
     def __init__(self, members: list[int], rank: int, timeout: float, device: torch.device) -> None:
-        self.names, self.rank, self.waiting = members, rank, False
+        self._errors, self.waiting = PeerErrors(members, rank), False
         self.device = device
         self._group = dist.new_group(
             members,
@@ -54,13 +54,7 @@ class NcclEngine:
             device_id=self.device,
         )
 
-    def exchange(
-        self,
-        sends: Mapping[int, Sequence[Tensor]],
-        receives: Mapping[int, int],
-        call: int,
-        control: int,
-    ) -> dict[int, list[Tensor]]:
+    def exchange(self, sends: Leaving, receives: Bounds, call: int, control: int) -> Arrived:
         """See `Engine.exchange`; messages arrive as control, payload, or both in this order.
 
         The host waits for the frames, which travel first and hold the control that fits into them.
@@ -72,7 +66,10 @@ class NcclEngine:
         frames = self._exchange_frames(peers, leaving, call)
         heads = frames[:, :_HEAD_BYTES].contiguous().view(torch.int64).tolist()
         for peer, (nbytes, theirs) in zip(peers, heads, strict=True):
-            self._check(peer, nbytes, receives.get(peer, 0), theirs, call)
+            if theirs != call:
+                raise self._errors.other_call(peer)
+            if nbytes > (at_most := receives.get(peer, 0)):
+                raise self._errors.other_length(peer, nbytes, f"at most {at_most}")
         begun = [
             frame[_HEAD_BYTES : _HEAD_BYTES + min(nbytes, framed)]
             for frame, (nbytes, _) in zip(frames, heads, strict=True)
@@ -109,7 +106,7 @@ class NcclEngine:
 
     def _on_device(self, parts: Sequence[Tensor]) -> Tensor:
         """Join parts, which may be on the host."""
-        moved = [sent(part, self.device, torch.uint8) if part.is_cpu else part for part in parts]
+        moved = [put(part, self.device, torch.uint8) if part.is_cpu else part for part in parts]
         if len(moved) == 1:
             return moved[0]
         return torch.cat([torch.empty(0, dtype=torch.uint8, device=self.device), *moved])
@@ -126,14 +123,14 @@ class NcclEngine:
         leaving = torch.zeros(len(peers), _FRAME_BYTES, dtype=torch.uint8, device="cpu")
         numbers = torch.tensor(heads, dtype=torch.int64, device="cpu").view(len(peers), 2)
         leaving[:, :_HEAD_BYTES] = numbers.view(torch.uint8)
-        leaving = sent(leaving, self.device, torch.uint8)
+        leaving = put(leaving, self.device, torch.uint8)
         for frame, (begun, _) in zip(leaving, messages, strict=True):
             frame[_HEAD_BYTES : _HEAD_BYTES + begun.numel()] = begun
         arriving = torch.empty_like(leaving)
         self._transfer(list(zip(peers, leaving, arriving, strict=True)))
         frames = read(arriving)
         if self._aborted:  # NCCL ends a transfer then, and leaves what is not written
-            raise LostPeerError(f"rank {self.names[self.rank]} was aborted", False)
+            raise LostPeerError(f"rank {self._errors.me} was aborted", False)
         return frames
 
     def _exchange_rests(
@@ -150,13 +147,6 @@ class NcclEngine:
         ]
         self._transfer(pairs)
         return [buffer[:nbytes] for buffer, nbytes in zip(buffers, lengths, strict=True)]
-
-    def _check(self, peer: int, nbytes: int, at_most: int, theirs: int, call: int) -> None:
-        """Raise `MismatchError` for a message of another call, or one that is too long."""
-        if theirs != call:
-            raise other_call(self.names[peer], self.names[self.rank])
-        if nbytes > at_most:
-            raise too_long(self.names[peer], nbytes, self.names[self.rank], at_most)
 
     def _transfer(self, pairs: Sequence[tuple[int, Tensor, Tensor]]) -> None:
         """Send each peer a tensor, and receive one from it."""
@@ -175,9 +165,7 @@ class NcclEngine:
         try:
             call()
         except dist.DistBackendError as error:
-            raise LostPeerError(
-                f"rank {self.names[self.rank]} lost a peer: {error}", False
-            ) from error
+            raise self._errors.lost_by(error) from error
 
 
 def _parted(begun: Tensor, rest: Tensor, control: int) -> list[Tensor]:

@@ -42,4 +42,4 @@ def sums_of_squares(vectors: Sequence[Tensor]) -> Tensor:
     sums = torch.zeros(len(vectors), dtype=torch.float64, device="cpu")
     places = torch.tensor(owners, dtype=torch.int64, device="cpu")
     sums.index_add_(0, places, squares)  # one by one on the CPU
-    return device.sent(sums, vectors[0].device, sums.dtype) if vectors else sums
+    return device.put(sums, vectors[0].device, sums.dtype) if vectors else sums

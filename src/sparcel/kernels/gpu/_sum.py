@@ -45,7 +45,7 @@ def sum_of(addition: Addition) -> Sum:
     factors = memory
     if scaled or velocity is not None:
         numbers = [addition.scale, addition.momentum]
-        factors = device.sent(numbers, memory.device, memory.dtype)
+        factors = device.put(numbers, memory.device, memory.dtype)
     return Sum(
         memory,
         addition.gradient.detach(),

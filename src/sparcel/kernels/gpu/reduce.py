@@ -197,7 +197,7 @@ def _ranked(indices: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
         The number of the entry at each rank, and, as int8, whether it is the first of its index.
     """
     total = indices.numel()
-    bounds = device.sent([0, *accumulate(lengths)], indices.device, torch.int64)
+    bounds = device.put([0, *accumulate(lengths)], indices.device, torch.int64)
     order = indices.new_empty(total, dtype=index_dtype(total))
     heads = indices.new_empty(total, dtype=torch.int8)
     launch(
