@@ -135,7 +135,7 @@ class Pool:
     def hire(self, count: int) -> None:
         """Start workers until there are at least ``count``."""
         while len(self._workers) < count:
-            self._workers.append(_start_worker())
+            self._workers.append(start_worker(serve))
 
     def call(
         self, action: Callable[..., Any], *args: Any, grace: float = PATIENCE_SECONDS
@@ -225,18 +225,19 @@ def _raise_first(outcomes: Sequence[Outcome]) -> None:
         raise error
 
 
-def _start_worker() -> Worker:
+def start_worker(run: Callable[..., None], *args: Any) -> Worker:
+    """Start a process that runs ``run(pipe, *args)``."""
     pipe, theirs = _processes.Pipe()
-    process = _processes.Process(target=serve, args=(theirs,), daemon=True)
+    process = _processes.Process(target=run, args=(theirs, *args), daemon=True)
     process.start()
     theirs.close()
     return Worker(pipe, process)
 
 
 class Worker:
-    """The pipe to a process, and the process itself if it is a child."""
+    """A process, and the pipe to it."""
 
-    def __init__(self, pipe: Connection, process: BaseProcess | None = None) -> None:
+    def __init__(self, pipe: Connection, process: BaseProcess) -> None:
         self.pipe, self.process = pipe, process
 
     def send(self, *request: Any) -> None:
@@ -248,19 +249,16 @@ class Worker:
         try:
             outcome: Outcome = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, ConnectionError):
-            if self.process is None:
-                return Outcome(died=-1)  # only the launcher knows its exit code
             self.process.join()
             return Outcome(died=self.process.exitcode)
         return outcome
 
     def kill(self, show_stack: bool) -> None:
-        if self.process is not None:
-            if show_stack and self.process.is_alive():
-                os.kill(self.process.pid or 0, signal.SIGUSR1)
-                time.sleep(0.5)
-            self.process.kill()
-            self.process.join()
+        if show_stack and self.process.is_alive():
+            os.kill(self.process.pid or 0, signal.SIGUSR1)
+            time.sleep(0.5)
+        self.process.kill()
+        self.process.join()
         self.pipe.close()
 
 
