@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from datetime import timedelta
 
 import pytest
 import torch
@@ -23,6 +23,9 @@ from tests.workers import run_apart
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 TIMEOUT = 4.0
+SHORT_TIMEOUT = 1.5
+"""Of groups on which ranks wait until it is over."""
+
 BYTES = 10_000
 WORLD_SIZE = 4
 CULPRIT = 2
@@ -43,7 +46,7 @@ def raise_input_error(comm: TorchCommunicator) -> None:
 
 
 def come_late(comm: TorchCommunicator) -> None:
-    time.sleep(2 * TIMEOUT)
+    time.sleep(1.5 * SHORT_TIMEOUT)
 
 
 def send_too_much(comm: TorchCommunicator) -> None:
@@ -76,12 +79,8 @@ def steps(
     return type(first.value).__name__, str(first.value), str(later.value), seconds
 
 
-def outcomes(misbehave: Callable[[TorchCommunicator], None], in_job: bool = True) -> list[Any]:
-    return run_apart(WORLD_SIZE, steps, misbehave, in_job, timeout=TIMEOUT)
-
-
 def test_killed_rank_is_named_by_all() -> None:
-    ends = outcomes(die)
+    ends = run_apart(WORLD_SIZE, steps, die, True, timeout=TIMEOUT)
     assert ends.pop(CULPRIT).died == -signal.SIGKILL
     for end in ends:
         kind, text, later, seconds = end.result
@@ -150,28 +149,38 @@ def test_kill_during_an_all_reduce_ends_it_and_the_queued_one() -> None:
         assert seconds < timeout / 2
 
 
-def test_error_in_a_job_reaches_all() -> None:
-    ends = outcomes(raise_input_error)
+def on_a_group(
+    comm: TorchCommunicator,
+    misbehave: Callable[[TorchCommunicator], None],
+    timeout: float = TIMEOUT,
+    in_job: bool = True,
+) -> tuple[str, str, str, float]:
+    """Return what `steps` does on a new group of the pool's ranks, which survive."""
+    group = dist.new_group(timeout=timedelta(seconds=timeout))
+    return steps(TorchCommunicator.of(group), misbehave, in_job)
+
+
+def test_error_in_a_job_reaches_all(run_on) -> None:
+    ends = run_on(WORLD_SIZE, on_a_group, raise_input_error)
     texts = ["rank 2 failed: InputError: density must lie in (0, 1], got 3"] * WORLD_SIZE
     texts[CULPRIT] = "density must lie in (0, 1], got 3"
-    assert [end.result[1] for end in ends] == texts
-    assert [end.result[0] for end in ends].count("InputError") == 1
-    assert all("rank 2 failed: InputError: density" in end.result[2] for end in ends)
-    assert all(end.result[3] < TIMEOUT for end in ends)
+    assert [text for _, text, *_ in ends] == texts
+    assert [kind for kind, *_ in ends].count("InputError") == 1
+    assert all("rank 2 failed: InputError: density" in later for *_, later, _ in ends)
+    assert all(seconds < TIMEOUT for *_, seconds in ends)
 
 
-def test_late_rank_fails_as_well() -> None:
-    ends = [end.result for end in outcomes(come_late)]
+def test_late_rank_fails_as_well(run_on) -> None:
+    ends = run_on(WORLD_SIZE, on_a_group, come_late, SHORT_TIMEOUT)
     assert {kind for kind, *_ in ends} == {"CommunicationError"}
     assert len({text for _, text, *_ in ends}) == 1  # the first cause
-    assert f"waited {TIMEOUT:g} s for rank" in ends[0][1]
-    assert all(
-        seconds < 1.5 * TIMEOUT for rank, (*_, seconds) in enumerate(ends) if rank != CULPRIT
-    )
+    assert f"waited {SHORT_TIMEOUT:g} s for rank" in ends[0][1]
+    for rank, (*_, seconds) in enumerate(ends):
+        assert rank == CULPRIT or SHORT_TIMEOUT <= seconds < 3 * SHORT_TIMEOUT
 
 
-def test_message_too_long_is_an_error_and_no_crash() -> None:
-    ends = [end.result for end in outcomes(send_too_much)]
+def test_message_too_long_is_an_error_and_no_crash(run_on) -> None:
+    ends = run_on(WORLD_SIZE, on_a_group, send_too_much)
     mismatch = (
         "rank 2 sent 10001 bytes to rank 3, which expected at most 10000; "
         "the ranks' sizes, dtypes or counts differ"
@@ -184,28 +193,28 @@ def test_message_too_long_is_an_error_and_no_crash() -> None:
         )
 
 
-def test_rank_that_leaves_is_named() -> None:
-    ends = outcomes(leave, in_job=False)
-    assert "closed" in ends[CULPRIT].result[1]
+def test_rank_that_leaves_is_named(run_on) -> None:
+    ends = run_on(WORLD_SIZE, on_a_group, leave, TIMEOUT, False)
+    assert "closed" in ends[CULPRIT][1]
     for rank in (0, 1, 3):
-        kind, text, *_ = ends[rank].result
+        kind, text, *_ = ends[rank]
         assert kind == "CommunicationError"
         assert text.startswith("rank 2 closed its communicator before the others: it ended")
 
 
 def connect_without(comm: TorchCommunicator, culprit: int) -> str:
-    assert dist.group.WORLD is not None
+    group = dist.new_group(timeout=timedelta(seconds=SHORT_TIMEOUT))
+    assert isinstance(group, dist.ProcessGroup)
     if comm.rank == culprit:
-        time.sleep(2 * TIMEOUT)
         return ""
     with pytest.raises(CommunicationError) as caught:
-        TorchCommunicator.of(dist.group.WORLD)
+        TorchCommunicator.of(group)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("culprit", [0, CULPRIT])
-def test_connecting_without_a_rank_is_a_communication_error(culprit: int) -> None:
-    ends = [end.result for end in run_apart(WORLD_SIZE, connect_without, culprit, timeout=TIMEOUT)]
+def test_connecting_without_a_rank_is_a_communication_error(run_on, culprit: int) -> None:
+    ends = run_on(WORLD_SIZE, connect_without, culprit)
     assert ends.pop(culprit) == ""
     for rank, text in zip(set(range(WORLD_SIZE)) - {culprit}, ends, strict=True):
         others = [other for other in range(WORLD_SIZE) if other != rank]
@@ -214,17 +223,19 @@ def test_connecting_without_a_rank_is_a_communication_error(culprit: int) -> Non
 
 def split_without(comm: TorchCommunicator) -> str:
     """Split; the culprit gives its colour, but never connects."""
+    own = TorchCommunicator.of(dist.new_group(timeout=timedelta(seconds=SHORT_TIMEOUT)))
     if comm.rank == CULPRIT:
-        comm.run(lambda: comm.gather_numbers(0))
-        time.sleep(2 * TIMEOUT)
+        own.run(lambda: own.gather_numbers(0))
+        comm.gather_numbers(0)  # the others have given up
         return ""
     with pytest.raises(CommunicationError) as caught:
-        comm.split(0)
+        own.split(0)
+    comm.gather_numbers(0)
     return str(caught.value)
 
 
-def test_splitting_without_a_rank_is_a_communication_error() -> None:
-    ends = [end.result for end in run_apart(WORLD_SIZE, split_without, timeout=TIMEOUT)]
+def test_splitting_without_a_rank_is_a_communication_error(run_on) -> None:
+    ends = run_on(WORLD_SIZE, split_without)
     assert ends.pop(CULPRIT) == ""
     assert all("could not connect to ranks" in text for text in ends)
 

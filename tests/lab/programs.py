@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sparcel.comm import Communicator
 
-TIMEOUT_S = 4.0
+TIMEOUT_S = 3.0
 """Timeout of an exchange of `steps`."""
 
-_LINGER_S = 3.0
+_LINGER_S = 2.0
 """Time that rank 0 stays after a failure, so that the others can read the cause from its store."""
 
 _PORT = 5000

@@ -55,9 +55,14 @@ def test_faults_and_the_exit_status_reach_the_shell() -> None:
     ]
 
 
-@pytest.mark.parametrize("rate", ["1gbit", "none"])
 @pytest.mark.parametrize(
-    ("how", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGKILL", -signal.SIGKILL)]
+    ("how", "code", "rate"),
+    [
+        ("SIGINT", 130, "none"),
+        ("SIGTERM", 143, "none"),
+        ("SIGTERM", 143, "1gbit"),
+        ("SIGKILL", -signal.SIGKILL, "1gbit"),
+    ],
 )
 def test_every_way_of_ending_the_command_ends_all_processes(
     how: str, code: int, rate: str, tmp_path: Path, request: pytest.FixtureRequest

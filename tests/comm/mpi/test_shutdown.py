@@ -100,7 +100,7 @@ def test_a_group_that_ends_well_keeps_the_statuses_of_its_ranks() -> None:
     """The ranks end at very different times."""
     script = """
         if comm.rank == 1:
-            time.sleep(4)
+            time.sleep(2)
         if comm.rank == 0:
             raise SystemExit(3)
         if comm.rank == 1:

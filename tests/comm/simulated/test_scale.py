@@ -73,10 +73,10 @@ def test_parts_above_the_bound_are_named():
 
 @pytest.mark.parametrize("name", [*ALGORITHMS, "gtopk"])
 def test_sharing_parts_changes_nothing_that_is_counted(name, monkeypatch):
-    case = case_of("random", 11, 500)
+    case = case_of("random", 5, 500)
 
     def run():
-        report = simulate(11, reducing(name, case))
+        report = simulate(5, reducing(name, case))
         return report.results, report.traffic, report.seconds_on(Network(1, 64, 3))
 
     shared = run()
@@ -110,10 +110,10 @@ def reducing(name, case):
 
 @pytest.mark.parametrize("name", [*ALGORITHMS, "gtopk"])
 def test_runs_of_many_ranks_repeat_message_by_message(name):
-    case = case_of("random", 65, 400, count=9)
+    case = case_of("random", 33, 400, count=9)
 
     def run():
-        report = simulate(65, reducing(name, case), latency_s=1e-3, bandwidth=1e6)
+        report = simulate(33, reducing(name, case), latency_s=1e-3, bandwidth=1e6)
         trace = report.trace
         messages = (trace.sources, trace.destinations, trace.nbytes, trace.events)
         return report.results, report.traffic, report.seconds, messages
@@ -137,7 +137,7 @@ def test_every_collective_works_on_more_than_a_hundred_ranks(name):
 
 @pytest.mark.parametrize("name", [*ALGORITHMS, "gtopk"])
 def test_sums_are_freed_when_ranks_no_longer_use_them(name):
-    case, alive = case_of("disjoint", 64, 2000, count=9), weakref.WeakSet()
+    case, alive = case_of("disjoint", 32, 2000, count=9), weakref.WeakSet()
     most = 0
 
     def on_rank(comm):
@@ -151,5 +151,5 @@ def test_sums_are_freed_when_ranks_no_longer_use_them(name):
         most = max(most, len(alive))
         return total.nnz
 
-    simulate(64, on_rank)
+    simulate(32, on_rank)
     assert most == 1

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from sparcel import ops
 from sparcel.comm import Communicator, SimulatedCommunicator, TorchCommunicator, resolve, simulate
 from sparcel.errors import CommunicationError, InputError
-from sparcel.ops import MAX, MIN, PRODUCT, SUM, Op
-from tests.workers import WORLD_SIZES
+from sparcel.ops import SUM, Op
 
 pytestmark = pytest.mark.processes
 
 MIB = 1 << 20
 
+WORLD_SIZES = (2, 3, 8)
 world_sizes = pytest.mark.parametrize("world_size", WORLD_SIZES)
 
 
@@ -27,6 +27,10 @@ def message(source: int, destination: int, nbytes: int) -> torch.Tensor:
     """Return bytes that repeat after a prime number, so that a misplaced piece is detected."""
     pattern = (torch.arange(251) * (7 + source) + 31 * destination).to(torch.uint8)
     return pattern.repeat(nbytes // 251 + 1)[:nbytes]
+
+
+def in_pieces(comm: TorchCommunicator, sizes: list[int]) -> list[tuple[bool, int]]:
+    return [in_one_piece(comm, nbytes) for nbytes in sizes]
 
 
 def in_one_piece(comm: TorchCommunicator, nbytes: int) -> tuple[bool, int]:
@@ -41,11 +45,15 @@ def in_one_piece(comm: TorchCommunicator, nbytes: int) -> tuple[bool, int]:
 
 
 @world_sizes
-@pytest.mark.parametrize("nbytes", [0, 1001, MIB])
-def test_parts_of_one_piece_arrive_by_rank(run_on, world_size, nbytes):
-    ranks = range(world_size)
-    expected = [(True, sum(nbytes + to for to in ranks if to != rank)) for rank in ranks]
-    assert run_on(world_size, in_one_piece, nbytes) == expected
+def test_parts_of_one_piece_arrive_by_rank(run_on, world_size):
+    sizes, ranks = [0, 1001, MIB], range(world_size)
+    for rank, came in enumerate(run_on(world_size, in_pieces, sizes)):
+        others = [to for to in ranks if to != rank]
+        assert came == [(True, sum(nbytes + to for to in others)) for nbytes in sizes]
+
+
+def arrived_whole(comm: TorchCommunicator, sizes: list[int]) -> bool:
+    return all(all(all_to_all(comm, nbytes)) for nbytes in sizes)
 
 
 def all_to_all(comm: TorchCommunicator, nbytes: int) -> list[bool]:
@@ -62,10 +70,9 @@ def all_to_all(comm: TorchCommunicator, nbytes: int) -> list[bool]:
 
 
 @world_sizes
-@pytest.mark.parametrize("nbytes", [0, 1, 1000, 16376, 16384, 65536, MIB, 3 * MIB + 5])
-def test_messages_arrive_whole(run_on, world_size: int, nbytes: int) -> None:
-    for arrived in run_on(world_size, all_to_all, nbytes):
-        assert arrived == [True] * (world_size - 1)
+def test_messages_arrive_whole(run_on, world_size: int) -> None:
+    sizes = [0, 1, 1000, 16376, 16384, 65536, MIB, 3 * MIB + 5]
+    assert run_on(world_size, arrived_whole, sizes) == [True] * world_size
 
 
 def by_default_elsewhere(comm: Communicator) -> tuple[list[int], list[int], list[float]]:
@@ -121,6 +128,15 @@ def ones_and_twos(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return (1 + (torch.arange(240) // (rank + 1)) % 2).to(dtype)
 
 
+Reduced = tuple[str, torch.dtype]
+
+
+def all_reduced(
+    comm: TorchCommunicator, cases: list[Reduced]
+) -> dict[Reduced, tuple[torch.Tensor, int]]:
+    return {case: reduced(comm, *case) for case in cases}
+
+
 def reduced(comm: TorchCommunicator, op: str, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
     tensor = ones_and_twos(comm.rank, dtype)
     before = comm.traffic.bytes_sent
@@ -128,16 +144,25 @@ def reduced(comm: TorchCommunicator, op: str, dtype: torch.dtype) -> tuple[torch
     return tensor, comm.traffic.bytes_sent - before
 
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+REDUCED = [
+    (op, dtype)
+    for op in ("sum", "product", "min", "max")
+    for dtype in (*FLOATS, torch.int32, torch.int64)
+]
+
+
+@pytest.mark.parametrize("engine", ["gloo", "mpi"])
 @world_sizes
-@pytest.mark.parametrize("op", [SUM, PRODUCT, MIN, MAX], ids=lambda op: op.name)
-@pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64]
-)
-def test_all_reduce(run_on, world_size: int, op: Op, dtype: torch.dtype) -> None:
-    expected = reduce(op.function, [ones_and_twos(rank, dtype) for rank in range(world_size)])
-    for tensor, nbytes in run_on(world_size, reduced, op.name, dtype):
-        assert torch.equal(tensor, expected)
-        assert nbytes == 2 * (world_size - 1) * expected.nbytes // world_size
+def test_all_reduce(request, engine: str, world_size: int) -> None:
+    by_rank = request.getfixturevalue(f"run_on_{engine}")(world_size, all_reduced, REDUCED)
+    for op, dtype in REDUCED:
+        inputs = [ones_and_twos(rank, dtype) for rank in range(world_size)]
+        expected = reduce(ops.resolve(op).function, inputs)
+        for results in by_rank:
+            tensor, nbytes = results[op, dtype]
+            assert torch.equal(tensor, expected), (op, dtype)
+            assert nbytes == 2 * (world_size - 1) * expected.nbytes // world_size
 
 
 def refused(comm: TorchCommunicator) -> list[str]:
