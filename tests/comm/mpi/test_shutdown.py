@@ -92,8 +92,8 @@ def test_only_the_opt_in_ends_the_process_after_a_failure() -> None:
 
         comm.run(job)
     """
-    assert ends(3, script, opt_in=False, first=handler)[0] == [7] * 3
-    assert ends(3, script, opt_in=True, first=handler)[0] == [1] * 3
+    assert ends(2, script, opt_in=False, first=handler)[0] == [7] * 2
+    assert ends(2, script, opt_in=True, first=handler)[0] == [1] * 2
 
 
 def test_a_group_that_ends_well_keeps_the_statuses_of_its_ranks() -> None:

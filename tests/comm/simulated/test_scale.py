@@ -122,8 +122,8 @@ def test_runs_of_many_ranks_repeat_message_by_message(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*ALGORITHMS, "gtopk"])
-def test_every_collective_works_on_more_than_a_hundred_ranks(name):
+@pytest.mark.parametrize("name", sorted({*ALGORITHMS, "gtopk"} - {"dense", "ring"}))
+def test_collectives_with_messages_of_many_ranks_work_on_more_than_a_hundred(name):
     world, size = 136, 10_000  # no power of two, and more than a signed byte counts
     case = case_of("random", world, size, count=100)
     results = simulate(world, reducing(name, case), ranks_per_node=8).results
