@@ -171,12 +171,15 @@ def test_a_failure_in_a_group_names_the_rank_of_the_world():
     assert simulate(4, on_rank).results[0] == "rank 3 failed: division by zero"
 
 
-def test_a_message_above_its_bound_is_named():
+def test_a_message_above_its_bound_is_named_by_the_ranks_of_the_world():
     def on_rank(comm):
-        comm.exchange({1 - comm.rank: torch.zeros(9, dtype=torch.uint8)}, {1 - comm.rank: 8})
+        half = comm.split(comm.rank // 2)
+        if comm.rank >= 2:
+            peer = 1 - half.rank
+            half.exchange({peer: torch.zeros(9, dtype=torch.uint8)}, {peer: 8})
 
-    with pytest.raises(MismatchError, match=r"rank \d sent 9 bytes to rank \d, .* at most 8"):
-        simulate(2, on_rank)
+    with pytest.raises(MismatchError, match=r"rank [23] sent 9 bytes to rank [23], .* at most 8"):
+        simulate(4, on_rank)
 
 
 @given(worlds, st.integers(0, 20))
