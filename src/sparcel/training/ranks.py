@@ -109,7 +109,7 @@ class Ranks:
         """Give the communicators these rates, and raise `MismatchError` if ranks have others."""
         everyone = self.everyone
         everyone.rates = found = cost.rates_for(everyone, rates)
-        if others := _others(found.to_json(), everyone):
+        if others := ranks_with_other(found.to_json(), everyone):
             raise MismatchError(
                 f"ranks {others} have other rates than rank {everyone.rank}; give all ranks the"
                 " same file"
