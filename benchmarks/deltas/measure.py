@@ -8,9 +8,9 @@ medians of all turns. What is applied is compared with the new weights once for 
 
 ``bits`` are those of whole messages, headers included, for each element that changes. Speeds are
 elements of the model, changed or not, for each nanosecond, and in brackets for each nanosecond of
-processor time: ``encode`` finds the changes too, ``known`` is given them, in ways that have such a
-stage, and ``apply`` also checks, where sparcel is concerned; the others check nothing. ``compare``
-is torch's search for the changes alone, as used by the ways that list them, and numpy's.
+processor time: ``encode`` finds the changes too, and ``apply`` also checks, where sparcel is
+concerned; the others check nothing. ``compare`` is torch's search for the changes alone, as used by
+the ways that list them, and numpy's.
 
 The entropies are those of places, and of steps in units in the last place, in bits for each change:
 of one model for all elements, of one for each tensor, and of one for each tensor and exponent of
@@ -49,7 +49,7 @@ from benchmarks.record import RESULTS, Row, write
 VERSIONS = 4
 LARGE = 500_000_000
 MEMORY_LR = 1e-6
-STAGES = ("compare", "encode", "known", "apply")
+STAGES = ("compare", "encode", "apply")
 
 Pair = tuple[Weights, Weights]
 Took = tuple[float, float]
@@ -127,7 +127,6 @@ def _in_turns(both: Sequence[Pair], repeats: int) -> tuple[Times, dict[str, Time
     """Return what comparisons and the stages of each way take, in turns."""
     comparisons: Times = {"torch": [], "numpy": []}
     times: dict[str, Times] = {way.label: {} for way in WAYS}
-    known = {(way.label, i): way.known(*pair[::-1]) for way in WAYS for i, pair in enumerate(both)}
     for turn in range(-len(both), repeats):
         old, now = both[turn % len(both)]
         found_by = {"torch": _timed(partial(found, now, old)), "numpy": _by_numpy(now, old)}
@@ -136,9 +135,6 @@ def _in_turns(both: Sequence[Pair], repeats: int) -> tuple[Times, dict[str, Time
         for way in WAYS:
             message: list[bytes] = []
             stages = {"encode": _timed(partial(_encode, way, now, old, message))}
-            job = known[way.label, turn % len(both)]
-            if job is not None:
-                stages["known"] = _timed(job)
             stages["apply"] = _applied(way, old, now, message, check=turn < 0)
             for stage, took in stages.items():
                 times[way.label].setdefault(stage, []).extend([took] if turn >= 0 else [])

@@ -6,8 +6,8 @@ is checked before it is written; the others trust that it arrives whole, at the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -16,11 +16,7 @@ import torch
 import zstandard
 from torch import Tensor
 
-from sparcel import _cpu, delta
-from sparcel.delta.chunk import Chunk, read_chunk
-from sparcel.delta.decoding import found_in
-from sparcel.delta.encoding import given
-from sparcel.delta.parts import parts_of
+from sparcel import delta
 
 Weights = dict[str, Tensor]
 Message = Iterable[bytes]
@@ -40,9 +36,6 @@ class Way(Protocol):
     def encode(self, now: Weights, old: Weights) -> Message:
         """Return what makes the weights ``now`` of the old ones; finding the changes included."""
 
-    def known(self, now: Weights, old: Weights) -> Callable[[], Message] | None:
-        """Return the same for changes that are known already, if it has such a stage."""
-
     def apply(self, target: Weights, message: Message) -> None:
         """Make old weights new ones, in place."""
 
@@ -60,40 +53,8 @@ class Sparcel:
     def encode(self, now: Weights, old: Weights) -> Iterator[bytes]:
         return delta.encode(now, old, code=self.code)
 
-    def known(self, now: Weights, old: Weights) -> Callable[[], Message] | None:
-        """Only codes of one class of exponents need no old weights but those that change."""
-        if self.code == "exponents":
-            return None
-        parts, jobs = parts_of(old), []
-        for data in self.encode(now, old):
-            chunk = read_chunk(data)
-            found = found_in(chunk, parts)
-            assert found.places is not None, "not all elements change"
-            after = found.bits.clone()
-            found.swap(parts)
-            before = found.bits.clone()
-            found.swap(parts)
-            jobs.append((chunk, found.places, before, after))
-        return lambda: [_coded(*job) for job in jobs]
-
     def apply(self, target: Weights, message: Message) -> None:
         delta.apply_(target, message)
-
-
-def _coded(chunk: Chunk, places: Tensor, before: Tensor, after: Tensor) -> bytes:
-    pieces, layout = [given(piece, None) for piece in chunk.pieces], chunk.layout
-    limits, changes, *streams, total = _cpu.delta_encode_changes(
-        pieces, places, before, after, layout.floats, layout.fraction, chunk.code == "steps"
-    )
-    of_places, of_values, bits = streams
-    return replace(
-        chunk,
-        limits=tuple(limits),
-        changes=tuple(changes),
-        lengths=(len(of_places), len(of_values)),
-        streams=of_places + of_values + bits,
-        sum=total,
-    ).to_bytes()
 
 
 @dataclass(frozen=True)
@@ -126,11 +87,9 @@ class Listed:
     label: str
 
     def encode(self, now: Weights, old: Weights) -> Message:
-        return self._message(found(now, old))
-
-    def known(self, now: Weights, old: Weights) -> Callable[[], Message] | None:
         changes = found(now, old)
-        return lambda: self._message(changes)
+        counts = np.array([len(change.places) for change in changes], np.uint32)
+        return [counts.tobytes(), *self._streams(changes)]
 
     def apply(self, target: Weights, message: Message) -> None:
         counted, *streams = message
@@ -139,10 +98,6 @@ class Listed:
         for (begin, end), tensor in zip(_ranges(ends), target.values(), strict=True):
             bits, new = bits_of(tensor).numpy(), values[begin:end]
             self._write(bits, self._places(places[begin:end]), new)
-
-    def _message(self, changes: list[Changed]) -> Message:
-        counts = np.array([len(change.places) for change in changes], np.uint32)
-        return [counts.tobytes(), *self._streams(changes)]
 
     def _streams(self, changes: list[Changed]) -> list[bytes]:
         raise NotImplementedError
@@ -219,9 +174,6 @@ class Dense:
         compressor = zstandard.ZstdCompressor(1)
         for name, tensor in old.items():
             yield compressor.compress((bits_of(tensor) ^ bits_of(now[name])).numpy().data)
-
-    def known(self, now: Weights, old: Weights) -> None:
-        """Return None: changes are never listed."""
 
     def apply(self, target: Weights, message: Message) -> None:
         for tensor, frame in zip(target.values(), message, strict=True):

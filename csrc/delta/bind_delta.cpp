@@ -101,40 +101,6 @@ nb::object encode(const Arrays& old_arrays, const Arrays& now_arrays, size_t ite
     });
 }
 
-// Codes changes that are known, in order of place, as one class.
-nb::object encode_changes(const Arrays& arrays, const Input& places, const Input& before,
-                          const Input& after, bool floats, unsigned fraction, bool steps) {
-    const size_t count = places.size(), itemsize = after.itemsize();
-    require(places.dtype() == dtype_of<int32_t>() && before.size() == count &&
-                after.size() == count && before.itemsize() == itemsize,
-            "every change has a place, an old and a new value");
-    const auto pieces = pieces_of(arrays, itemsize);
-    const auto* numbers = data<uint32_t>(places);
-    const size_t total = elements_of(pieces);
-    for (size_t i = 0; i < count; ++i) {
-        require(numbers[i] < total && (i == 0 || numbers[i - 1] < numbers[i]),
-                "places must be sorted, and lie in the chunk");
-    }
-    return with_word(itemsize, [&]<class Word>(Type<Word>) -> nb::object {
-        Streams streams;
-        Classes classes;
-        uint64_t sum = 0;
-        {
-            nb::gil_scoped_release release;
-            // They are only read.
-            const Changes<Word> changes{const_cast<uint32_t*>(numbers),
-                                        const_cast<Word*>(data<Word>(before)),
-                                        const_cast<Word*>(data<Word>(after))};
-            Buffer<uint8_t> of_class(count);
-            std::fill(of_class.data(), of_class.data() + count, 0);
-            const Ranks ranks{changes.places, of_class.data()};
-            streams = code_changes(changes, count, ranks, {floats, fraction}, classes, steps);
-            sum = hashed_changes(pieces, changes, count);
-        }
-        return coded_tuple(streams, classes, sum);
-    });
-}
-
 // Returns places, old values and new values, and what the changes add to the sum; or None if the
 // streams are not what they should be. Where the elements of a piece are not given, old values are
 // 0 and steps stand for new values.
@@ -248,8 +214,6 @@ void bind_delta(nb::module_& module) {
     module.attr("MOST_CLASSES") = kMostClasses;
     module.def("delta_encode", encode, "old"_a, "now"_a, "itemsize"_a, "floats"_a, "fraction"_a,
                "most_classes"_a, "steps"_a);
-    module.def("delta_encode_changes", encode_changes, "pieces"_a, "places"_a, "before"_a,
-               "after"_a, "floats"_a, "fraction"_a, "steps"_a);
     module.def("delta_decode", decode, "pieces"_a, "itemsize"_a, "floats"_a, "fraction"_a,
                "steps"_a, "limits"_a, "counts"_a, "data"_a, "values_begin"_a, "bits_begin"_a,
                "end"_a);

@@ -310,15 +310,6 @@ def delta_encode(
     most_classes: int,
     steps: bool,
 ) -> tuple[list[int], list[int], bytes, bytes, bytes, int]: ...
-def delta_encode_changes(
-    pieces: Sequence[Piece],
-    places: Tensor,
-    before: Tensor,
-    after: Tensor,
-    floats: bool,
-    fraction: int,
-    steps: bool,
-) -> tuple[list[int], list[int], bytes, bytes, bytes, int]: ...
 def delta_decode(
     pieces: Sequence[Piece],
     itemsize: int,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from sparcel.delta import Folder, Publisher, Subscriber, read_index
-from sparcel.delta.remembered import RememberedPart, remembered
+from sparcel.delta.base import RememberedPart, remembered
 from sparcel.errors import InputError, VersionError
 from tests.delta.histories import Failing
 from tests.delta.pairs import LAYOUTS, laid_out

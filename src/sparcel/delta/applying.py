@@ -2,23 +2,133 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Set
+from dataclasses import dataclass, field, replace
 from functools import partial
+from threading import Event
 from typing import TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from sparcel.delta.bits import bits_of
-from sparcel.delta.checks import check_copies, check_names, check_together, check_writable
 from sparcel.delta.chunk import Chunk, Version, read_chunk
-from sparcel.delta.decoding import Change, Found, found_in, new_tensors
-from sparcel.delta.encoding import in_threads
-from sparcel.delta.parts import Part, Weights, owners, parts_of, tensors_of
-from sparcel.delta.step import Step, Target
+from sparcel.delta.decoding import FETCH, Change, Found, found_in, new_tensors
+from sparcel.delta.encoding import in_pool, in_threads
+from sparcel.delta.parts import Part, Weights, memory_of, owners, parts_of, tensors_of
+from sparcel.delta.writable import check_writable
 from sparcel.errors import InputError, VersionError
 
 Chunks: TypeAlias = Iterable[bytes | memoryview | Chunk]
+Target: TypeAlias = nn.Module | MutableMapping[str, Tensor]
+
+
+@dataclass
+class _Step:
+    """What a delta exchanges for what the weights hold, and back: values, and whole tensors."""
+
+    target: Target
+    parts: Mapping[str, Part]
+    found: list[Found]
+    gone: Mapping[str, Tensor]
+    added: Mapping[str, Tensor]
+    ties: Mapping[str, str]
+    copies: Mapping[str, str]
+    """Tensors of a module that a version ties to others, which are apart there."""
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    state: str = "prepared"
+
+    def write(self) -> None:
+        self._exchange("prepared", "written", self.gone, self.added)
+
+    def undo(self) -> None:
+        self._exchange("written", "undone", self.added, self.gone)
+
+    def _exchange(
+        self, before: str, after: str, gone: Mapping[str, Tensor], added: Mapping[str, Tensor]
+    ) -> None:
+        """Exchange values, and tensors that go for new ones; if that fails, nothing is changed."""
+        if self.state != before:
+            raise VersionError(f"this step is {self.state} already; prepare another one")
+        tensors = tensors_of(self.target)
+        self._check_there(tensors, gone)
+        self.state = "torn"  # if an interrupt comes too late to undo all
+        begun: list[Found] = []
+        try:
+            swap_all(self.found, self.parts, begun)
+        except BaseException:
+            self.state = "torn" if begun else before
+            raise
+        for name in gone:
+            del tensors[name]
+        tensors.update(added)
+        for copy, name in self.copies.items():
+            bits = bits_of(tensors[copy])
+            old = bits.clone()
+            bits.copy_(self.kept.get(copy, bits_of(tensors[name])))
+            self.kept[copy] = old
+        self.state = after
+
+    def _check_there(self, tensors: Mapping[str, Tensor], gone: Iterable[str]) -> None:
+        """Raise VersionError unless what changes or goes is where it was."""
+        changing = {piece.name for one in self.found for piece in one.chunk.pieces}
+        for name in sorted(changing.union(gone)):
+            there = name in tensors
+            if there and name in changing:
+                there = memory_of(tensors[name]) == memory_of(self.parts[name].local)
+            if not there:
+                raise VersionError(
+                    f"{name!r} was replaced since this step was prepared; prepare again, or {FETCH}"
+                )
+
+    def changes(self) -> Iterator[Change]:
+        """Yield what has changed, after it is written."""
+        for name, tensor in self.gone.items():
+            yield Change.gone(name, tensor.dtype, tuple(tensor.shape))
+        for name, tensor in self.added.items():
+            yield Change.whole(name, tensor)
+        names: dict[str, list[str]] = defaultdict(list)
+        for alias, name in self.ties.items():
+            if alias not in self.added:
+                names[name].append(alias)
+        for piece, places in ((p, places) for one in self.found for p, places, _ in one.pieces()):
+            numbers = piece.numbers(places if places is None else places.sort().values)
+            part = self.parts[piece.name]
+            _, local = part.here(numbers.to(part.local.device))
+            values = part.take(local).cpu().view(piece.dtype)
+            for name in (piece.name, *names[piece.name]):
+                yield Change(name, piece.dtype, piece.shape, numbers, values)
+
+
+def swap_all(
+    found: Iterable[Found], parts: Mapping[str, Part], begun: list[Found] | None = None
+) -> None:
+    """Exchange what was found for what parts are; if that fails, undo what is done.
+
+    ``begun`` is filled with what may be exchanged. After an error it is empty if all is undone: a
+    chunk in which the error came, or a second interrupt, may be written in part.
+    """
+    begun, done, ended = [] if begun is None else begun, list[Found](), Event()
+
+    def swap(one: Found) -> None:
+        begun.append(one)
+        if not ended.is_set():
+            one.swap(parts)
+            done.append(one)
+
+    try:
+        # An interrupt could stop the thread that calls within a chunk.
+        for _ in in_pool((partial(swap, one) for one in found), torch.get_num_threads()):
+            pass
+    except BaseException:
+        ended.set()
+        whole = len(begun) == len(done)
+        for one in done:
+            one.swap(parts)
+        if whole:
+            begun.clear()
+        raise
 
 
 @dataclass
@@ -38,7 +148,7 @@ class Inverse:
     base: Version
     version: Version
     changed: int
-    _step: Step = field(repr=False)
+    _step: _Step = field(repr=False)
 
     @property
     def waits(self) -> bool:
@@ -51,7 +161,7 @@ class Inverse:
 
     def undo(self) -> None:
         """Make the weights what they were, bit for bit; this can be done once."""
-        self._step.swap("written", "undone", self._step.added, self._step.gone)
+        self._step.undo()
 
 
 @dataclass
@@ -72,7 +182,7 @@ class Prepared:
     version: Version
     tensors: Mapping[str, Tensor] = field(repr=False)
     _changed: int = field(repr=False)
-    _step: Step = field(repr=False)
+    _step: _Step = field(repr=False)
 
     @property
     def waits(self) -> bool:
@@ -81,7 +191,7 @@ class Prepared:
 
     def apply(self) -> Inverse:
         """Write it, once; the weights must be what and where they were when it was prepared."""
-        self._step.swap("prepared", "written", self._step.gone, self._step.added)
+        self._step.write()
         return Inverse(self.base, self.version, self._changed, self._step)
 
 
@@ -91,25 +201,35 @@ def prepare(target: Target, chunks: Chunks, since: Version | None = None) -> Pre
     The weights may go on serving meanwhile. What `Prepared.apply` has left to do is to write what
     changes. Parameters and errors are those of `apply_`.
     """
+    if isinstance(chunks, bytes | bytearray | memoryview):
+        raise InputError("a version may have several chunks: pass a list of chunks")
     tensors, module = tensors_of(target), isinstance(target, nn.Module)
     parts = parts_of(tensors)
     check_writable(parts, target)
-    seen, found = found_in_parts(parts, chunks, since)
-    check_together(seen)
-    base = seen[0].base
-    version = base.after(seen[0].target, sum(chunk.sum for chunk in seen))
+    read = [one if isinstance(one, Chunk) else read_chunk(one) for one in chunks]
+    check_together(read)
+    base = read[0].base
+    version = base.after(read[0].target, sum(chunk.sum for chunk in read))
+    if since not in (None, base):
+        raise VersionError(
+            f"this delta makes version {version} of version {base}, but the weights are version"
+            f" {since}; fetch what follows that one, or a full version"
+        )
+    found = list(in_threads(partial(found_in, chunk, parts) for chunk in read))
     new = new_tensors(one for one in found if one.chunk.new)
-    leaving = {name for chunk in seen for name in chunk.leaving}
-    check_names(module, version, tensors.keys(), new.keys(), leaving)
+    leaving = {name for chunk in read for name in chunk.leaving}
+    _check_names(module, version, tensors.keys(), new.keys(), leaving)
     after = {name: tensor for name, tensor in tensors.items() if name not in leaving} | new
-    ties = {a: name for chunk in seen for a, name in chunk.ties.items() if name in after}
+    ties = {a: name for chunk in read for a, name in chunk.ties.items() if name in after}
     owner = owners(parts_of(after)) if ties else {}
     apart = {alias: name for alias, name in ties.items() if owner.get(alias) != owner[name]}
-    if not module:
+    copies = {}
+    if module:
+        copies = {alias: name for alias, name in apart.items() if alias in after}
+        _check_copies(version, copies, parts)
+    else:
         after |= {alias: after[name] for alias, name in apart.items()}
-    copies = {alias: name for alias, name in apart.items() if module and alias in after}
-    check_copies(version, copies, parts)
-    step = Step(
+    step = _Step(
         target,
         parts,
         [one for one in found if one.chunk.code != "removed" and not one.chunk.new],
@@ -118,7 +238,63 @@ def prepare(target: Target, chunks: Chunks, since: Version | None = None) -> Pre
         ties={alias: name for alias, name in ties.items() if alias in after},
         copies=copies,
     )
-    return Prepared(base, version, after, sum(chunk.changed for chunk in seen), step)
+    return Prepared(base, version, after, sum(chunk.changed for chunk in read), step)
+
+
+def check_together(chunks: list[Chunk]) -> None:
+    """Raise VersionError unless chunks are all those of one version."""
+    if not chunks:
+        raise VersionError("there are no chunks to apply; a version has at least one")
+    first = chunks[0]
+    shards: dict[int, list[Chunk]] = defaultdict(list)
+    for chunk in sorted(chunks, key=lambda chunk: chunk.part):
+        told = (chunk.base, chunk.target, chunk.shards)
+        if told != (first.base, first.target, first.shards):
+            raise VersionError(
+                f"chunks of different versions: {first.base} to {first.target}, and {chunk.base} to"
+                f" {chunk.target}"
+            )
+        shards[chunk.shard].append(chunk)
+    for shard in range(first.shards):
+        there = [chunk.part for chunk in shards[shard]]
+        last = [chunk.part for chunk in shards[shard] if chunk.last]
+        if not there or there != list(range(len(there))) or last != there[-1:]:
+            raise VersionError(
+                f"version {first.target} is not whole: of shard {shard} there are chunks {there},"
+                f" and the last one is {last}; fetch it again"
+            )
+    pieces = Counter(p for chunk in chunks if chunk.code != "removed" for p in chunk.pieces)
+    twice = [piece.name for piece, times in pieces.items() if times > 1 and piece.count]
+    if twice:
+        raise VersionError(
+            f"version {first.target} has elements of {twice[0]} twice; one process encodes them, of"
+            " those that hold the same"
+        )
+
+
+def _check_names(
+    module: bool, version: Version, there: Set[str], added: Set[str], leaving: Set[str]
+) -> None:
+    """Raise VersionError unless tensors can appear and vanish as a delta says."""
+    if module and (added or leaving):
+        names = ", ".join(sorted(added | leaving)[:3])
+        raise VersionError(
+            f"version {version} has other tensors than the module, or ties others: {names}; begin"
+            " with a module that has its tensors and ties"
+        )
+    already, missing = sorted(added & there - leaving), sorted(leaving - there)
+    if already or missing:
+        raise VersionError(
+            f"these weights are not the base of version {version}: {already[:3]} are there already,"
+            f" and {missing[:3]} are not; {FETCH}"
+        )
+
+
+def _check_copies(version: Version, copies: Mapping[str, str], parts: Mapping[str, Part]) -> None:
+    """Raise VersionError unless tensors that a version ties are alike where they are not tied."""
+    for alias, name in copies.items():
+        if replace(parts[alias].piece, name=name) != parts[name].piece:
+            raise VersionError(f"version {version} ties {alias} to {name}, which is unlike it here")
 
 
 def apply_(target: Target, chunks: Chunks, since: Version | None = None) -> Inverse:
@@ -202,28 +378,3 @@ def _check_change(part: Part, values: Tensor, change: Change) -> None:
             f"{change.name} changes at {list(indices.shape)} indices to {list(values.shape)}"
             f" values; they must be as many, and below {piece.size}"
         )
-
-
-def found_in_parts(
-    parts: Mapping[str, Part], chunks: Chunks, since: Version | None
-) -> tuple[list[Chunk], list[Found]]:
-    """Decode chunks and check them by what parts are; return them, and what they change."""
-    if isinstance(chunks, bytes | bytearray | memoryview):
-        raise InputError("a version may have several chunks: pass a list of chunks")
-    seen: list[Chunk] = []
-    found = list(in_threads(_jobs(parts, chunks, since, seen)))
-    return seen, found
-
-
-def _jobs(
-    parts: Mapping[str, Part], chunks: Chunks, since: Version | None, seen: list[Chunk]
-) -> Iterator[partial[Found]]:
-    for data in chunks:
-        chunk = data if isinstance(data, Chunk) else read_chunk(data)
-        if since is not None and chunk.base != since:
-            raise VersionError(
-                f"this delta makes version {chunk.target} of version {chunk.base}, but the weights"
-                f" are version {since}; fetch what follows that one, or a full version"
-            )
-        seen.append(chunk)
-        yield partial(found_in, chunk, parts)

@@ -38,6 +38,11 @@ class Layout:
     itemsize: int
     integers: torch.dtype
 
+    @property
+    def coded(self) -> tuple[int, bool, int]:
+        """What the compiled coder must know of it."""
+        return self.itemsize, self.floats, self.fraction
+
 
 def _layout(dtype: torch.dtype, safetensors: str | None, fraction: int = 0) -> Layout:
     name, size = str(dtype).removeprefix("torch."), dtype.itemsize

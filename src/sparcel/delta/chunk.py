@@ -6,26 +6,20 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sparcel import _cpu
 from sparcel.delta.bits import NAMED, Layout
-from sparcel.delta.pieces import MOST_DIMS, MOST_PIECES, Piece
+from sparcel.delta.pieces import MOST_DIMS, MOST_PIECES, Piece, whole_piece
 from sparcel.errors import FormatError, InputError
 
+WRONG = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+"""What Python raises where something else is read than was expected."""
 _START = struct.Struct("<4sIII")
 _MAGIC = b"SPD1"
-_WRONG = (
-    LookupError,
-    TypeError,
-    ValueError,
-    ArithmeticError,
-    AttributeError,
-    zlib.error,
-    RecursionError,
-)
 _MOST_HEADER = 16 << 20
 MOST_SHARDS = (1 << 20) - 1
 MOST_NUMBER = (1 << 63) - 1
@@ -34,6 +28,15 @@ _MOST_ELEMENTS = 1 << 24
 CODES = ("steps", "values", "dense", "removed")
 """What a chunk may hold of each changed element: a step in units in the last place, the new value,
 the new values of all elements, or nothing, because the tensor is gone."""
+
+
+@contextmanager
+def malformed(what: str) -> Iterator[None]:
+    """Raise FormatError if the block, which reads what a file states, meets anything unexpected."""
+    try:
+        yield
+    except (*WRONG, zlib.error) as error:
+        raise FormatError(f"{what}: {error!r}") from error
 
 
 @dataclass(frozen=True)
@@ -185,10 +188,8 @@ def read_chunk(data: bytes | memoryview) -> Chunk:
     body = view[_START.size :]
     if zlib.crc32(body) != crc:
         raise FormatError("a chunk is torn or corrupt: its checksum does not match")
-    try:
+    with malformed("a chunk's header is wrong"):
         return _parsed(_header(body[:length]), body[length:])
-    except _WRONG as error:
-        raise FormatError(f"a chunk's header is wrong: {error!r}") from error
 
 
 def _header(packed: memoryview) -> dict[str, Any]:
@@ -212,15 +213,12 @@ def _parsed(header: dict[str, Any], rest: memoryview) -> Chunk:
     streams = places + values + others
     if len(rest) != streams + _cpu.CODE_SLACK:
         raise ValueError(f"{len(rest)} bytes follow it instead of {streams + _cpu.CODE_SLACK}")
-    shard, shards = (_whole(number, MOST_SHARDS + 1) for number in header["shard"])
     ties, untied = header["ties"], header["untied"]
     if not all(isinstance(name, str) for name in [*ties, *ties.values(), *untied]):
         raise TypeError("names are text")
-    limits = tuple(_whole(limit, 256) for limit in header["limits"])
-    changes = tuple(_whole(count) for count in header["changes"])
     if len(header["pieces"]) > MOST_PIECES:
         raise ValueError(f"{len(header['pieces'])} pieces")
-    pieces = tuple(_read(piece, layout) for piece in header["pieces"])
+    shard, shards = (_whole(number, MOST_SHARDS + 1) for number in header["shard"])
     chunk = Chunk(
         base=Version.read(header["base"]),
         target=_whole(header["target"]),
@@ -230,11 +228,11 @@ def _parsed(header: dict[str, Any], rest: memoryview) -> Chunk:
         last=bool(header["last"]),
         code=header["code"],
         layout=layout,
-        pieces=pieces,
+        pieces=tuple(_piece_read(piece, layout) for piece in header["pieces"]),
         sum=_whole(int(header["sum"], 16), 1 << 64),
         new=bool(header["new"]),
-        limits=limits,
-        changes=changes,
+        limits=tuple(_whole(limit, 256) for limit in header["limits"]),
+        changes=tuple(_whole(count) for count in header["changes"]),
         lengths=(places, values),
         ties=ties,
         untied=tuple(untied),
@@ -279,7 +277,7 @@ def _described(piece: Piece) -> list[object]:
     return [piece.name, list(piece.shape), *there]
 
 
-def _read(described: Sequence[Any], layout: Layout) -> Piece:
+def _piece_read(described: Sequence[Any], layout: Layout) -> Piece:
     name, lengths, *there = described
     if not isinstance(name, str):
         raise TypeError(f"{name!r} is no name")
@@ -287,13 +285,13 @@ def _read(described: Sequence[Any], layout: Layout) -> Piece:
     if len(shape) > MOST_DIMS:
         raise ValueError(f"{len(shape)} dimensions")
     _whole(math.prod(length or 1 for length in shape))  # or torch could not make it
-    size = math.prod(shape)
-    first, row, stride, count = (
-        [_whole(number) for number in there] if there else (0, max(size, 1), max(size, 1), size)
-    )
+    piece = whole_piece(name, layout.dtype, shape)
+    if not there:
+        return piece
+    first, row, stride, count = map(_whole, there)
     if not (row >= 1 and stride >= 1 and (count <= row or stride >= row)):
         raise ValueError(f"rows of {row} elements every {stride}")
     last = first + max(count - 1, 0) // row * stride + max(count - 1, 0) % row
-    if count and last >= size:
-        raise ValueError(f"element {last} of {size} in {name}")
-    return Piece(name, layout.dtype, shape, first, row, stride, count)
+    if count and last >= piece.size:
+        raise ValueError(f"element {last} of {piece.size} in {name}")
+    return replace(piece, first=first, row=row, stride=stride, count=count)

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparcel import _cpu
 from sparcel.delta.bits import bits_of, hashed, stepped
 from sparcel.delta.chunk import Chunk, read_chunk
-from sparcel.delta.encoding import given
+from sparcel.delta.encoding import elements_of, given
 from sparcel.delta.parts import Part, Weights, parts_of
 from sparcel.delta.pieces import Piece
 from sparcel.errors import FormatError, InputError, VersionError
@@ -148,21 +148,20 @@ def found_in(chunk: Chunk, parts: Mapping[str, Part] | None) -> Found:
         parts = None
     if parts is not None:
         for piece in chunk.pieces:
-            check_tensor(chunk, piece, parts)
+            _check_tensor(chunk, piece, parts)
     if chunk.code == "dense":
         return _all_found(chunk, parts)
     if chunk.code == "removed":
         if parts is not None:
-            check_sum(chunk, -_cpu.delta_sum(elements_of(chunk, parts), chunk.layout.itemsize))
+            old = elements_of(chunk.pieces, parts)
+            _check_sum(chunk, -_cpu.delta_sum(old, chunk.layout.itemsize))
         none = torch.empty(0, dtype=torch.int32)
         return Found(chunk, none, none.to(chunk.layout.integers))
     on_device = parts is not None and not chunk.limits and not on_host(chunk, parts)
-    there = elements_of(chunk, None if on_device else parts)
+    there = elements_of(chunk.pieces, None if on_device else parts)
     decoded = _cpu.delta_decode(
         there,
-        chunk.layout.itemsize,
-        chunk.layout.floats,
-        chunk.layout.fraction,
+        *chunk.layout.coded,
         chunk.code == "steps",
         chunk.limits,
         chunk.changes,
@@ -172,13 +171,13 @@ def found_in(chunk: Chunk, parts: Mapping[str, Part] | None) -> Found:
         len(chunk.streams) - _cpu.CODE_SLACK,
     )
     if decoded is None:
-        raise not_this_base(chunk)
+        raise _not_this_base(chunk)
     places, _, after, total = decoded
     if on_device and parts is not None:
         return _found_on_device(Found(chunk, places, after), parts)
     if parts is not None:
-        check_sum(chunk, total)
-    return Found(chunk, places, after, there if in_place(chunk, parts) else None)
+        _check_sum(chunk, total)
+    return Found(chunk, places, after, there if _in_place(chunk, parts) else None)
 
 
 def new_tensors(found: Iterable[Found]) -> dict[str, Tensor]:
@@ -202,37 +201,28 @@ def new_tensors(found: Iterable[Found]) -> dict[str, Tensor]:
     return tensors
 
 
-def elements_of(chunk: Chunk, parts: Mapping[str, Part] | None) -> list[_cpu.Piece]:
-    """Return the pieces of a chunk as the compiled kernels take them, on the host."""
-    if parts is None:
-        return [given(piece, None) for piece in chunk.pieces]
-    return [given(piece, parts[piece.name].gathered(piece)) for piece in chunk.pieces]
-
-
 def on_host(chunk: Chunk, parts: Mapping[str, Part]) -> bool:
     """Tell whether all tensors of a chunk are on the host."""
     return all(parts[piece.name].local.device.type == "cpu" for piece in chunk.pieces)
 
 
-def in_place(chunk: Chunk, parts: Mapping[str, Part] | None) -> bool:
+def _in_place(chunk: Chunk, parts: Mapping[str, Part] | None) -> bool:
     """Tell whether `elements_of` returns those of the tensors, and not copies."""
-    return (
-        parts is not None
-        and on_host(chunk, parts)
-        and all(
-            parts[piece.name].bits.is_contiguous() and parts[piece.name].begin_of(piece) is not None
-            for piece in chunk.pieces
-        )
+    if parts is None or not on_host(chunk, parts):
+        return False
+    held = ((piece, parts[piece.name]) for piece in chunk.pieces)
+    return all(
+        part.bits.is_contiguous() and part.begin_of(piece) is not None for piece, part in held
     )
 
 
-def check_sum(chunk: Chunk, total: int) -> None:
+def _check_sum(chunk: Chunk, total: int) -> None:
     """Raise VersionError unless changes add to the version's sum what the chunk states."""
     if (total - chunk.sum) % (1 << 64):
-        raise not_this_base(chunk)
+        raise _not_this_base(chunk)
 
 
-def not_this_base(chunk: Chunk) -> VersionError:
+def _not_this_base(chunk: Chunk) -> VersionError:
     """Return the error for weights that a chunk was not made for."""
     names = ", ".join(sorted({piece.name for piece in chunk.pieces})[:3])
     return VersionError(
@@ -241,7 +231,7 @@ def not_this_base(chunk: Chunk) -> VersionError:
     )
 
 
-def check_tensor(chunk: Chunk, piece: Piece, parts: Mapping[str, Part]) -> None:
+def _check_tensor(chunk: Chunk, piece: Piece, parts: Mapping[str, Part]) -> None:
     """Raise VersionError unless a tensor is there as the chunk says."""
     part = parts.get(piece.name)
     if part is None:
@@ -264,24 +254,23 @@ def _found_on_device(found: Found, parts: Mapping[str, Part]) -> Found:
         numbers = piece.numbers(places).to(part.local.device)
         here, local = part.here(numbers)
         if not bool(here.all()):
-            raise not_this_base(chunk)
+            raise _not_this_base(chunk)
         before, after = part.take(local), values.to(part.local.device)
         if chunk.code == "steps":
             after = stepped(before, after, chunk.layout.floats)
         total += hashed(piece.key, numbers, after) - hashed(piece.key, numbers, before)
         afters.append(after.cpu())
-    check_sum(chunk, total)
+    _check_sum(chunk, total)
     return Found(chunk, found.places, torch.cat(afters))
 
 
 def _all_found(chunk: Chunk, parts: Mapping[str, Part] | None) -> Found:
     """Take all elements of a dense chunk."""
-    layout, end = chunk.layout, len(chunk.streams) - _cpu.CODE_SLACK
-    after = torch.from_numpy(np.frombuffer(chunk.streams[:end], f"i{layout.itemsize}").copy())
-    old = [] if parts is None else elements_of(chunk, parts)
-    found = Found(chunk, None, after, old if in_place(chunk, parts) else None)
+    itemsize, end = chunk.layout.itemsize, len(chunk.streams) - _cpu.CODE_SLACK
+    after = torch.from_numpy(np.frombuffer(chunk.streams[:end], f"i{itemsize}").copy())
+    old = [] if parts is None else elements_of(chunk.pieces, parts)
+    found = Found(chunk, None, after, old if _in_place(chunk, parts) else None)
     if chunk.new or parts is not None:
         now = [given(piece, bits) for piece, _, bits in found.pieces()]
-        itemsize = layout.itemsize
-        check_sum(chunk, _cpu.delta_sum(now, itemsize) - _cpu.delta_sum(old, itemsize))
+        _check_sum(chunk, _cpu.delta_sum(now, itemsize) - _cpu.delta_sum(old, itemsize))
     return found

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias, TypeVar
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparcel import _cpu
 from sparcel._checks import whole_number
-from sparcel.delta.bits import Layout, layout_of
+from sparcel.delta.bits import layout_of
 from sparcel.delta.chunk import MOST_NUMBER, MOST_SHARDS, Chunk, Version
 from sparcel.delta.parts import CHUNK_BYTES, Part, Weights, parts_of, ties_of, untied
 from sparcel.delta.pieces import MOST_PIECES, Piece
@@ -95,68 +95,43 @@ def encode_parts(
     """Yield the chunks that make parts of tensors of others: see `encode`."""
     ties = ties_of(now)
     no_more = tuple(name for name in ties_of(old) if name not in ties)
-    told = Chunk(since, target, "removed", layout_of(torch.uint8), (), 0, *shard)
-    waiting, number = told, 0
-    for chunk in in_threads(_jobs(untied(now), untied(old), code)):
+    blank = Chunk(since, target, "removed", layout_of(torch.uint8), (), 0, *shard)
+    waiting, number = blank, 0
+    for chunk in in_threads(_jobs(untied(now), untied(old), code, blank)):
         if chunk is None:
             continue
         if number:
             yield waiting.to_bytes()
-        waiting = replace(
-            chunk, base=since, target=target, shard=shard[0], shards=shard[1], part=number
-        )
+        waiting = replace(chunk, part=number)
         number += 1
     yield replace(waiting, last=True, ties=ties, untied=no_more).to_bytes()
 
 
 def _jobs(
-    now: Mapping[str, Part], old: Mapping[str, Part], code: str
+    now: Mapping[str, Part], old: Mapping[str, Part], code: str, blank: Chunk
 ) -> Iterator[Callable[[], Chunk | None]]:
-    """Yield what makes each chunk: tensors of one dtype side by side until a chunk is full."""
-    kept = {
-        name: part for name, part in now.items() if name in old and part.piece == old[name].piece
-    }
+    """Yield what fills each chunk: tensors of one dtype side by side until it is full."""
+    kept = {name for name, part in now.items() if name in old and part.piece == old[name].piece}
     for name, part in old.items():
-        if name not in kept and _tells(part):
-            yield partial(_removed, part)
-    waiting: list[_Pair] = []
+        if name not in kept and (part.piece.count or not part.piece.size):
+            yield partial(_removed, blank, part)
+    waiting: list[Piece] = []
     size = 0
-    for name, part in kept.items():
-        dtype = part.piece.dtype
-        for begin, piece in part.pieces():
-            size += piece.count * dtype.itemsize
-            if waiting and (
-                size > CHUNK_BYTES or len(waiting) == MOST_PIECES or waiting[0].piece.dtype != dtype
-            ):
-                yield partial(_changed, waiting, code)
-                waiting, size = [], piece.count * dtype.itemsize
-            waiting.append(_Pair(piece, part, old[name], begin))
+    for piece in (piece for name in now if name in kept for piece in now[name].pieces()):
+        nbytes = piece.count * piece.dtype.itemsize
+        full = size + nbytes > CHUNK_BYTES or len(waiting) == MOST_PIECES
+        if waiting and (full or waiting[0].dtype != piece.dtype):
+            yield partial(_changed, blank, waiting, now, old, code)
+            waiting, size = [], 0
+        if piece.count:
+            waiting.append(piece)
+            size += nbytes
     if waiting:
-        yield partial(_changed, waiting, code)
+        yield partial(_changed, blank, waiting, now, old, code)
     for name, part in now.items():
-        if name not in kept and _tells(part):
-            for begin, piece in part.pieces() if part.piece.count else [(0, part.piece)]:
-                yield partial(_new, part, begin, piece)
-
-
-def _tells(part: Part) -> bool:
-    """Tell whether a part holds something of its tensor, or the tensor has no elements."""
-    return part.piece.count > 0 or not part.piece.size
-
-
-@dataclass(frozen=True)
-class _Pair:
-    piece: Piece
-    now: Part
-    old: Part
-    begin: int
-
-    def given(self) -> tuple[Given, Given]:
-        end = self.begin + self.piece.count
-        return (
-            given(self.piece, self.old.elements(self.begin, end)),
-            given(self.piece, self.now.elements(self.begin, end)),
-        )
+        if name not in kept:
+            for piece in part.pieces():
+                yield partial(_new, blank, part, piece)
 
 
 def given(piece: Piece, bits: Tensor | None) -> Given:
@@ -165,26 +140,36 @@ def given(piece: Piece, bits: Tensor | None) -> Given:
     return (there, piece.count, piece.key, piece.first, piece.row, piece.stride)
 
 
-def _changed(pairs: list[_Pair], code: str) -> Chunk | None:
-    layout = layout_of(pairs[0].piece.dtype)
+def elements_of(pieces: Iterable[Piece], parts: Mapping[str, Part] | None) -> list[Given]:
+    """Return pieces as the compiled kernels take them, with their bits, if parts are known."""
+    if parts is None:
+        return [given(piece, None) for piece in pieces]
+    return [given(piece, parts[piece.name].gathered(piece)) for piece in pieces]
+
+
+def _changed(
+    blank: Chunk,
+    pieces: list[Piece],
+    now: Mapping[str, Part],
+    old: Mapping[str, Part],
+    code: str,
+) -> Chunk | None:
+    layout = layout_of(pieces[0].dtype)
     classes, steps = CODES[code]
-    both = [pair.given() for pair in pairs]
-    old, now = [one for one, _ in both], [other for _, other in both]
+    after = elements_of(pieces, now)
     limits, changes, places, values, bits, total = _cpu.delta_encode(
-        old, now, layout.itemsize, layout.floats, layout.fraction, classes, steps
+        elements_of(pieces, old), after, *layout.coded, classes, steps
     )
     if not any(changes):
         return None
-    pieces = tuple(pair.piece for pair in pairs)
     streams = places + values + bits
     if len(streams) >= sum(piece.count for piece in pieces) * layout.itemsize:
-        return _dense(layout, pieces, now, total, new=False)
-    return Chunk(
-        base=_LATER,
-        target=0,
+        return _dense(blank, pieces, after, total, new=False)
+    return replace(
+        blank,
         code="steps" if steps else "values",
         layout=layout,
-        pieces=pieces,
+        pieces=tuple(pieces),
         sum=total,
         limits=tuple(limits),
         changes=tuple(changes),
@@ -193,35 +178,33 @@ def _changed(pairs: list[_Pair], code: str) -> Chunk | None:
     )
 
 
-_LATER = Version(0, 0)
-"""Stands for the version, which `encode` adds."""
+def _dense(blank: Chunk, pieces: list[Piece], now: list[Given], total: int, new: bool) -> Chunk:
+    return replace(
+        blank,
+        code="dense",
+        layout=layout_of(pieces[0].dtype),
+        pieces=tuple(pieces),
+        sum=total,
+        new=new,
+        streams=b"".join(bits.numpy().tobytes() for bits, *_ in now if bits is not None),
+    )
 
 
-def _dense(
-    layout: Layout, pieces: tuple[Piece, ...], now: list[Given], total: int, new: bool
-) -> Chunk:
-    whole = b"".join(bits.numpy().tobytes() for bits, *_ in now if bits is not None)
-    return Chunk(_LATER, 0, "dense", layout, pieces, total, new=new, streams=whole)
+def _new(blank: Chunk, part: Part, piece: Piece) -> Chunk:
+    there = [given(piece, part.gathered(piece))]
+    return _dense(blank, [piece], there, _cpu.delta_sum(there, piece.dtype.itemsize), new=True)
 
 
-def _new(part: Part, begin: int, piece: Piece) -> Chunk:
-    layout = layout_of(piece.dtype)
-    there = given(piece, part.elements(begin, begin + piece.count))
-    return _dense(layout, (piece,), [there], _cpu.delta_sum([there], layout.itemsize), new=True)
-
-
-def _removed(part: Part) -> Chunk:
-    layout = layout_of(part.piece.dtype)
-    total = -sum_of(part) % (1 << 64)
-    return Chunk(_LATER, 0, "removed", layout, (part.piece,), total)
+def _removed(blank: Chunk, part: Part) -> Chunk:
+    layout, total = layout_of(part.piece.dtype), -sum_of(part) % (1 << 64)
+    return replace(blank, layout=layout, pieces=(part.piece,), sum=total)
 
 
 def sum_of(part: Part) -> int:
     """Return the sum (64 bits) of what a part's elements add to that of their version."""
     total = 0
-    for begin, piece in part.pieces():
-        there = given(piece, part.elements(begin, begin + piece.count))
-        total += _cpu.delta_sum([there], piece.dtype.itemsize)
+    for piece in part.pieces():
+        total += _cpu.delta_sum([given(piece, part.gathered(piece))], piece.dtype.itemsize)
     return total % (1 << 64)
 
 

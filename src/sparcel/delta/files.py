@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from sparcel.delta.bits import LAYOUTS
-from sparcel.delta.chunk import Version
-from sparcel.delta.parts import parts_of, ties_of, untied
+from sparcel.delta.chunk import Version, malformed
+from sparcel.delta.parts import Part, parts_of, ties_of, untied
 from sparcel.delta.pieces import MOST_DIMS
 from sparcel.errors import FormatError, InputError
 
@@ -27,6 +27,24 @@ _MOST_HEADER = 100_000_000
 _CHUNK = "chunk."
 METADATA = "__metadata__"
 """The name in a header that is no tensor's."""
+
+
+def check_storable(parts: Mapping[str, Part]) -> None:
+    """Raise InputError unless there are tensors, and safetensors files can hold all of them."""
+    if not parts:
+        raise InputError("there are no tensors to publish; did a filter leave all names out?")
+    for name, part in parts.items():
+        is_text = name.encode(errors="ignore").decode() == name  # and has no halves of characters
+        if name == METADATA or not is_text:
+            why = "keep for themselves" if is_text else "cannot encode"
+            raise InputError(
+                f"{name!r} is a name that safetensors files {why}; publish the tensor under another"
+            )
+        if part.piece.dtype not in _NAMES:
+            raise InputError(
+                f"{name} is of {part.piece.dtype}, for which safetensors has no name; view it as"
+                " another dtype"
+            )
 
 
 def delta_file(
@@ -46,16 +64,13 @@ def anchor_file(tensors: Mapping[str, Tensor], version: Version) -> Iterator[byt
     described = {}
     for name, part in parts.items():
         piece = part.piece
-        if piece.dtype not in _NAMES:
-            raise InputError(f"safetensors has no name for {piece.dtype}, the dtype of {name}")
         described[name] = (_NAMES[piece.dtype], piece.shape, piece.count * piece.dtype.itemsize)
     ties = json.dumps(ties_of(every))
     checked = {"ties": ties, "ties_crc": f"{crc32(ties.encode()):08x}"}
     yield _header(described, {"kind": "anchor", **checked, **_told("version", version)})
     for part in parts.values():
-        for begin, piece in part.pieces():
-            elements = part.elements(begin, begin + piece.count).cpu()
-            yield elements.view(torch.uint8).numpy().data
+        for piece in part.pieces():
+            yield part.gathered(piece).cpu().view(torch.uint8).numpy().data
 
 
 class File:
@@ -94,33 +109,27 @@ class File:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of an anchor, in the memory of the file; tied ones are one tensor."""
         tensors = {name: self._tensor(name) for name in self._tensors}
-        try:
+        with malformed(f"{self.name} has wrong ties"):
             ties = self.metadata["ties"]
             if int(self.metadata["ties_crc"], 16) != crc32(ties.encode()):
                 raise ValueError("their checksum does not match")
             tensors |= {alias: tensors[name] for alias, name in json.loads(ties).items()}
-        except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
-            raise FormatError(f"{self.name} has wrong ties: {error!r}") from error
         return tensors
 
     def version(self, which: str = "version") -> Version:
         """Return the version that the file makes, or its ``base``."""
-        try:
+        with malformed(f"{self.name} does not tell its {which}"):
             return Version.read((int(self.metadata[which]), self.metadata[f"{which}_sum"]))
-        except (KeyError, ValueError, TypeError) as error:
-            raise FormatError(f"{self.name} does not tell its {which}") from error
 
     def _read_header(self) -> tuple[int, dict[str, Any]]:
         length = int.from_bytes(self._data[:8], "little")
         if len(self._data) < 8 or length > min(_MOST_HEADER, len(self._data) - 8):
             raise FormatError(f"{self.name} is torn, or no safetensors file")
-        try:
+        with malformed(f"{self.name} has a wrong header"):
             header = json.loads(bytes(self._data[8 : 8 + length]))
             for name, one in header.items():
                 if name != METADATA:
                     _check(one)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise FormatError(f"{self.name} has a wrong header: {error!r}") from error
         return 8 + length, header
 
     def _bytes(self, name: str) -> memoryview:

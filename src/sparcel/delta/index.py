@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from sparcel.delta.chunk import Version
+from sparcel.delta.chunk import WRONG, Version
 from sparcel.delta.stores import Store, store_at
 from sparcel.errors import FormatError, VersionError
 
@@ -173,7 +173,7 @@ def read_index(store: Store | str | os.PathLike[str]) -> Index:
         if told["format"] != _FORMAT:
             raise ValueError(f"format {told['format']!r} instead of {_FORMAT!r}")
         return Index(tuple(_entry(one) for one in told["entries"]), str(told["writer"]))
-    except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
+    except WRONG as error:
         raise FormatError(
             f"the index of {store} is wrong: {error!r}; restore {INDEX} from a copy, or publish to"
             " an empty place"
@@ -182,26 +182,22 @@ def read_index(store: Store | str | os.PathLike[str]) -> Index:
 
 def write_index(store: Store, index: Index) -> None:
     """Replace the index of a store, which commits what it lists."""
-    entries = [_told(entry) for entry in index.entries]
+    entries = [asdict(entry) | _versions(entry) for entry in index.entries]
     told = {"format": _FORMAT, "writer": index.writer, "entries": entries}
     store.write(INDEX, [json.dumps(told, indent=1).encode()])
 
 
-def _told(entry: Entry) -> dict[str, Any]:
-    told = asdict(entry)
-    for which in ("base", "version"):
-        version = getattr(entry, which)
-        told[which] = version and version.stated()
-    return told
+def _versions(entry: Entry) -> dict[str, Any]:
+    return {
+        "base": entry.base and entry.base.stated(),
+        "version": entry.version.stated(),
+    }
 
 
 def _entry(told: dict[str, Any]) -> Entry:
-    def version(which: str) -> Version | None:
-        return None if told[which] is None else Version.read(told[which])
-
-    base, made = version("base"), version("version")
+    base, made = told["base"] and Version.read(told["base"]), Version.read(told["version"])
     kind = "delta" if base else "anchor"
-    if made is None or told["kind"] != kind or (base and base.number >= made.number):
+    if told["kind"] != kind or (base and base.number >= made.number):
         raise ValueError(f"an entry of kind {told['kind']!r} from {base} to {made}")
     names = tuple(told["names"])
     if not names or not all(_PLAIN.fullmatch(name) and name != INDEX for name in names):

@@ -85,24 +85,22 @@ class Ledger:
         InputError
             If it is not there, or not what was written, so that subscribers could not read it.
         """
-        if not self._proven:
-            with self._telling_of_others():
-                self._look(name, version)
+        if self._proven:
+            return
+        with self._telling_of_others():
+            try:
+                if isinstance(self._store, Folder):
+                    found = File(self._store.mapped(name), name).version()
+                    if found != version:
+                        raise FormatError(f"it holds {found}")
+                elif name not in self._listed(name):
+                    raise FileNotFoundError(name)
+            except (OSError, FormatError) as error:
+                raise InputError(
+                    f"{self._store} does not hold {name} as it was written just now: {error};"
+                    " all ranks and subscribers need the same place"
+                ) from error
         self._proven = True
-
-    def _look(self, name: str, version: Version) -> None:
-        try:
-            if isinstance(self._store, Folder):
-                found = File(self._store.mapped(name), name).version()
-                if found != version:
-                    raise FormatError(f"it holds {found}")
-            elif name not in self._listed(name):
-                raise FileNotFoundError(name)
-        except (OSError, FormatError) as error:
-            raise InputError(
-                f"{self._store} does not hold {name} as it was written just now: {error};"
-                " all ranks and subscribers need the same place"
-            ) from error
 
     @contextmanager
     def _telling_of_others(self) -> Iterator[None]:
@@ -116,16 +114,10 @@ class Ledger:
             raise
 
     def commit(
-        self,
-        base: Version | None,
-        version: Version,
-        names: tuple[str, ...],
-        size: int,
-        elements: int,
-        changed: int,
+        self, base: Version | None, version: Version, names: tuple[str, ...], *counts: int
     ) -> None:
-        """Add the entry of files that are written, as `Entry` has it."""
-        kind = "anchor" if base is None else "delta"
+        """Add the entry of files that are written; counts are its bytes, elements and changes."""
+        kind, (size, elements, changed) = "anchor" if base is None else "delta", counts
         entry = Entry(kind, base, version, names, size, elements, changed, time.time())
         self._replace(self.index.with_entries(entry))
 

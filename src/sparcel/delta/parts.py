@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from sparcel.delta.bits import LAYOUTS, bits_of
-from sparcel.delta.pieces import Piece, piece_of_shard, piece_of_tensor
+from sparcel.delta.pieces import Piece, piece_of_shard, whole_piece
 from sparcel.errors import InputError
 
 M = TypeVar("M", bound=Mapping[str, Tensor])
@@ -108,18 +108,21 @@ class Part:
     def _at(self, places: Tensor) -> tuple[Tensor, ...]:
         return (places,) if self.bits.dim() == 1 else torch.unravel_index(places, self.bits.shape)
 
-    def pieces(self) -> Iterator[tuple[int, Piece]]:
-        """Cut the part into pieces of at most `CHUNK_BYTES`; yield where each begins."""
-        most = CHUNK_BYTES // self.piece.dtype.itemsize
-        if not self.piece.ranges:
-            most = most // self.piece.row * self.piece.row or most
+    def pieces(self) -> Iterator[Piece]:
+        """Cut the part into pieces of at most `CHUNK_BYTES`; an empty tensor is one, too."""
+        piece, most = self.piece, CHUNK_BYTES // self.piece.dtype.itemsize
+        if piece.count <= most:
+            if piece.count or not piece.size:
+                yield piece
+            return
+        if not piece.ranges:
+            most = most // piece.row * piece.row or most
         begin = 0
-        while begin < self.piece.count:
-            end = min(begin + most, self.piece.count)
-            if not self.piece.ranges and most < self.piece.row:
-                end = min(end, (begin // self.piece.row + 1) * self.piece.row)
-            whole = end - begin == self.piece.count
-            yield begin, self.piece if whole else self.piece.cut(begin, end)
+        while begin < piece.count:
+            end = min(begin + most, piece.count)
+            if not piece.ranges and most < piece.row:
+                end = min(end, (begin // piece.row + 1) * piece.row)
+            yield piece.cut(begin, end)
             begin = end
 
 
@@ -150,11 +153,10 @@ def parts_of(weights: Weights) -> dict[str, Part]:
     parts: dict[str, Part] = {}
     for name, tensor in tensors_of(weights).items():
         _check_dense(name, tensor)
-        piece = (
-            piece_of_shard(name, tensor)
-            if isinstance(tensor, DTensor)
-            else piece_of_tensor(name, tensor)
-        )
+        if isinstance(tensor, DTensor):
+            piece = piece_of_shard(name, tensor)
+        else:
+            piece = whole_piece(name, tensor.dtype, tuple(tensor.shape))
         parts[name] = Part(piece, local_of(tensor).detach())
     return parts
 

@@ -88,10 +88,10 @@ class Piece:
         return replace(self, first=first, count=end - begin)
 
 
-def piece_of_tensor(name: str, tensor: Tensor) -> Piece:
-    """Return a whole tensor as a piece."""
-    shape, size = tuple(tensor.shape), tensor.numel()
-    return Piece(name, tensor.dtype, shape, 0, max(size, 1), max(size, 1), size)
+def whole_piece(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Piece:
+    """Return all elements of a tensor as a piece."""
+    size = math.prod(shape)
+    return Piece(name, dtype, shape, 0, max(size, 1), max(size, 1), size)
 
 
 def piece_of_shard(name: str, tensor: DTensor) -> Piece:

@@ -5,23 +5,31 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
+from sparcel._checks import whole_number
 from sparcel.delta.applying import apply_
-from sparcel.delta.checks import check_pace, check_published
+from sparcel.delta.base import copied, remembered
 from sparcel.delta.chunk import Version, read_chunk
-from sparcel.delta.copies import copied
-from sparcel.delta.encoding import CODES, encode, encode_parts, version_of
-from sparcel.delta.files import File, anchor_file, delta_file
+from sparcel.delta.encoding import CODES, encode_parts, version_of
+from sparcel.delta.files import File, anchor_file, check_storable, delta_file
 from sparcel.delta.index import Entry, Index
 from sparcel.delta.ledger import Ledger, file_name
 from sparcel.delta.parts import Part, Weights, parts_of, tensors_of, untied
-from sparcel.delta.remembered import remembered
 from sparcel.delta.stores import Folder, Store, store_at
 from sparcel.delta.subscriber import Subscriber
 from sparcel.errors import FormatError, InputError, VersionError, known
+
+
+@dataclass(frozen=True)
+class _Delta:
+    chunks: list[bytes]
+    base: Version
+    version: Version
+    changed: int
 
 
 class Publisher:
@@ -72,7 +80,8 @@ class Publisher:
         bracketed: bool = False,
     ) -> None:
         known(code, CODES, "code")
-        check_pace(anchor_every, lag)
+        whole_number(anchor_every, "anchor_every", at_least=1)
+        whole_number(lag, "lag", at_least=0)
         if bracketed and base is not None:
             raise InputError("a bracketed publisher keeps no base; leave base= out")
         self.version: Version | None = None
@@ -110,55 +119,57 @@ class Publisher:
         """
         tensors = tensors_of(weights)
         parts = parts_of(tensors)
-        check_published(parts)
+        check_storable(parts)
         _check_whole(parts)
         self._ledger.begin()
         if self.version != self._index.newest:  # an error came between a commit and the base
             self._resume()
         number = self._ledger.number(number)
         if self._bracketed:
-            self.version = self._publish_bracketed(dict(tensors), number)
+            self.version = self._publish_bracketed(dict(tensors), parts, number)
         elif self.version is None:
             self._base = copied(parts, self._file)
             self.version = self._commit_anchor(version_of(self._base, number))
         else:
-            self.version = self._publish_delta(tensors, number)
+            self.version = self._publish_delta(parts, number)
         if self._since_anchor() >= self._anchor_every:
             self._publish_anchor()
         self._ledger.prune()
         return self.version
 
-    def _publish_delta(self, tensors: Mapping[str, Tensor], number: int) -> Version:
+    def _publish_delta(self, parts: Mapping[str, Part], number: int) -> Version:
         assert self.version is not None, "there is a base"
-        chunks = list(
-            encode(tensors, self._base, code=self._code, since=self.version, target=number)
-        )
-        version = self._commit_delta(chunks, self.version, number)
-        moved = apply_(self._base, chunks, self.version)
-        assert moved.version == version, "a delta makes what it says"
-        return version
+        delta = self._delta(parts, parts_of(self._base), self.version, number)
+        self._commit_delta(delta)
+        moved = apply_(self._base, delta.chunks, self.version)
+        assert moved.version == delta.version, "a delta makes what it says"
+        return delta.version
 
-    def _publish_bracketed(self, tensors: dict[str, Tensor], number: int) -> Version:
+    def _publish_bracketed(
+        self, tensors: dict[str, Tensor], parts: Mapping[str, Part], number: int
+    ) -> Version:
         """Publish what has changed since weights were noted, if that tells all, and note them."""
         noted, self._noted = self._noted, {}  # until the new ones are noted
-        since = self.version if noted else None
         self._base, version = tensors, version_of(tensors, number)
-        told: list[bytes] = []
-        if since is not None:
-            told = list(encode_parts(parts_of(tensors), noted, self._code, since, number))
-        if since is not None and _made_by(told, since, number) == version:
-            self._commit_delta(told, since, number)
+        told = self.version and noted and self._delta(parts, noted, self.version, number)
+        if told and told.version == version:
+            self._commit_delta(told)
         else:
             self._commit_anchor(version)
         self._noted = remembered(tensors)
         return version
 
-    def _commit_delta(self, chunks: list[bytes], base: Version, number: int) -> Version:
+    def _delta(
+        self, now: Mapping[str, Part], old: Mapping[str, Part], since: Version, number: int
+    ) -> _Delta:
+        chunks = list(encode_parts(now, old, self._code, since, number))
         read = [read_chunk(chunk) for chunk in chunks]
-        version = base.after(number, sum(chunk.sum for chunk in read))
-        changed = sum(chunk.changed for chunk in read)
-        self._commit(base, version, delta_file(chunks, base, version), changed)
-        return version
+        version = since.after(number, sum(chunk.sum for chunk in read))
+        return _Delta(chunks, since, version, sum(chunk.changed for chunk in read))
+
+    def _commit_delta(self, delta: _Delta) -> None:
+        file = delta_file(delta.chunks, delta.base, delta.version)
+        self._commit(delta.base, delta.version, file, delta.changed)
 
     def _commit_anchor(self, version: Version) -> Version:
         self._commit(None, version, anchor_file(self._base, version), self._elements())
@@ -184,20 +195,18 @@ class Publisher:
         if isinstance(self._store, Folder) and all(e.base != before.version for e in steps):
             merged = self._merged(self._store, before, self.version)
             if merged:
-                self._commit_delta(merged, before.version, self.version.number)
+                self._commit_delta(merged)
         self._commit_anchor(self.version)
 
-    def _merged(self, store: Folder, before: Entry, version: Version) -> list[bytes]:
-        """Return what makes the version of an anchor; nothing if that is not what it was."""
+    def _merged(self, store: Folder, before: Entry, version: Version) -> _Delta | None:
+        """Return what makes the version of an anchor, or None if that is not what it was."""
         name = before.names[0]  # others follow where ranks wrote chunks, which are no tensors
         try:
-            old = File(store.mapped(name), name).tensors()
+            old = parts_of(File(store.mapped(name), name).tensors())
         except (FormatError, OSError):
-            return []
-        chunks = list(
-            encode(self._base, old, code=self._code, since=before.version, target=version.number)
-        )
-        return chunks if _made_by(chunks, before.version, version.number) == version else []
+            return None
+        merged = self._delta(parts_of(self._base), old, before.version, version.number)
+        return merged if merged.version == version else None
 
     @property
     def _index(self) -> Index:
@@ -242,8 +251,3 @@ def _check_whole(parts: Mapping[str, Part]) -> None:
                 f"{name} is cut over several processes, of which this one holds {part.piece.count}"
                 f" of {part.piece.size} elements; publish it by a ShardedPublisher"
             )
-
-
-def _made_by(chunks: Iterable[bytes], base: Version, number: int) -> Version:
-    """Return the version that chunks make of their base."""
-    return base.after(number, sum(read_chunk(chunk).sum for chunk in chunks))

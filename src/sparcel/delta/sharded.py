@@ -5,25 +5,27 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
-from sparcel.comm import Group, resolve
-from sparcel.delta.applying import found_in_parts
+from sparcel._checks import whole_number
+from sparcel.comm import ALL_CONTROL, Communicator, Group, resolve
+from sparcel.delta.applying import swap_all
+from sparcel.delta.base import copied
 from sparcel.delta.bits import key_of, signed
-from sparcel.delta.checks import check_pace, check_published
 from sparcel.delta.chunk import Version, read_chunk
-from sparcel.delta.copies import copied
-from sparcel.delta.encoding import CODES, encode_parts
-from sparcel.delta.files import delta_file
+from sparcel.delta.decoding import found_in
+from sparcel.delta.encoding import CODES, encode_parts, in_threads
+from sparcel.delta.files import check_storable, delta_file
 from sparcel.delta.ledger import Ledger, file_name
-from sparcel.delta.owned import gathered, owned, recut
 from sparcel.delta.parts import Part, Weights, parts_of, tensors_of, ties_of, untied
 from sparcel.delta.pieces import Piece
-from sparcel.delta.step import swap_all
 from sparcel.delta.stores import Store, store_at
-from sparcel.errors import MismatchError, VersionError, known
+from sparcel.errors import InputError, MismatchError, VersionError, known
 
 T = TypeVar("T")
 
@@ -68,7 +70,8 @@ class ShardedPublisher:
         lag: int = 20,
     ) -> None:
         known(code, CODES, "code")
-        check_pace(anchor_every, lag)
+        whole_number(anchor_every, "anchor_every", at_least=1)
+        whole_number(lag, "lag", at_least=0)
         self.version: Version | None = None
         self._code, self._anchor_every = code, anchor_every
         self._comm = resolve(group)
@@ -102,17 +105,16 @@ class ShardedPublisher:
         """
         since, self._based = self._based, None  # until all is done
         self._outcome = "this version is not published"
-        tensors = self._together(lambda: _checked(weights))
+        tensors, parts = self._together(lambda: _checked(weights))
         if len(set(self._comm.gather_numbers(_key_of_all(tensors)))) > 1:
             raise MismatchError(
                 "ranks publish different tensors; names, dtypes, shapes and placements must be the"
                 " same on all"
             )
-        before = self._held
-        parts = self._owned(tensors)
+        parts = self._owned(parts)
         number = self._comm.gather_numbers(self._on_first(self._begin) or 0)[0]
-        other = recut(before, self._held, self._base, parts)
-        if any(self._comm.gather_numbers(int(other or ties_of(parts) != ties_of(self._base)))):
+        other = self._is_recut(parts) or ties_of(parts) != ties_of(self._base)
+        if any(self._comm.gather_numbers(int(other))):
             since = None
         if since is None:
             self._base = self._together(lambda: _copied(parts))
@@ -126,15 +128,26 @@ class ShardedPublisher:
         self._based = version
         return version
 
-    def _owned(self, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+    def _owned(self, parts: Mapping[str, Part]) -> Mapping[str, Part]:
         """Return what this rank tells; ranks ask one another if what they hold has changed."""
-        parts = self._together(lambda: parts_of(tensors))
         held = {name: part.piece for name, part in parts.items()}
         if any(self._comm.gather_numbers(int(held != self._held))):
-            everywhere = gathered(held, self._comm)
+            everywhere = _gathered(held, self._comm)
             self._mine = self._together(lambda: owned(held, everywhere, self._comm.rank))
             self._held = held
         return {name: part for name, part in parts.items() if name in self._mine}
+
+    def _is_recut(self, parts: Mapping[str, Part]) -> bool:
+        """Tell whether other ranks tell what this one has told of tensors that are still there."""
+
+        def kind(piece: Piece) -> tuple[object, ...]:
+            return piece.name, piece.dtype, piece.shape
+
+        there = {kind(piece) for piece in self._held.values()}
+        told = {part.piece for part in parts.values()}
+        return any(
+            kind(part.piece) in there and part.piece not in told for part in self._base.values()
+        )
 
     def _begin(self) -> int:
         self._ledger.begin()
@@ -146,8 +159,9 @@ class ShardedPublisher:
 
         def follow() -> None:
             """Let the base follow by what was published, whatever the weights are by now."""
-            _, found = found_in_parts(self._base, chunks, since)
-            swap_all([one for one in found if not one.chunk.new], self._base)
+            read = map(read_chunk, chunks)
+            jobs = (partial(found_in, one, self._base) for one in read if not one.new)
+            swap_all(list(in_threads(jobs)), self._base)
             kept = {
                 name: part
                 for name, part in self._base.items()
@@ -182,11 +196,11 @@ class ShardedPublisher:
         # Another rank's file, which may be on another host.
         self._together(lambda: self._ledger.prove(names[(comm.rank + 1) % comm.size], version))
         elements = sum(part.piece.count for part in untied(self._base).values())
-        counts = (size, elements, sum(chunk.changed for chunk in read))
-        told = [sum(comm.gather_numbers(count)) for count in counts]
+        mine = (size, elements, sum(chunk.changed for chunk in read))
+        counts = [sum(comm.gather_numbers(count)) for count in mine]
         if self.version != version:
             self._outcome = f"the index tells whether version {version} is published"
-        self._on_first(lambda: self._ledger.commit(base, version, names, *told))
+        self._on_first(lambda: self._ledger.commit(base, version, names, *counts))
         self._outcome = f"version {version} is published, but what had to follow it is not done"
         self.version = version
         return version
@@ -211,10 +225,11 @@ class ShardedPublisher:
         return self._together(lambda: work() if self._comm.rank == 0 else None)
 
 
-def _checked(weights: Weights) -> Mapping[str, Tensor]:
+def _checked(weights: Weights) -> tuple[Mapping[str, Tensor], Mapping[str, Part]]:
     tensors = tensors_of(weights)
-    check_published(parts_of(tensors))
-    return tensors
+    parts = parts_of(tensors)
+    check_storable(parts)
+    return tensors, parts
 
 
 def _key_of_all(tensors: Mapping[str, Tensor]) -> int:
@@ -229,3 +244,54 @@ def _key_of_all(tensors: Mapping[str, Tensor]) -> int:
 def _copied(parts: Mapping[str, Part]) -> dict[str, Part]:
     """Copy parts to the host; tied ones stay tied."""
     return {name: Part(parts[name].piece, local) for name, local in copied(parts).items()}
+
+
+def _gathered(held: Mapping[str, Piece], comm: Communicator) -> Tensor:
+    """Return which elements of each tensor each rank holds, by name: int64, ``[ranks, names, 4]``.
+
+    All ranks call, with the same names.
+    """
+    pieces = [held[name] for name in sorted(held)]
+    rows = [
+        (one.first, one.row, one.stride, one.count) if one.count else (0,) * 4 for one in pieces
+    ]
+    mine = torch.tensor(rows, dtype=torch.int64)
+    octets, sizes = mine.view(torch.uint8).flatten(), [mine.nbytes] * comm.size
+    return comm.gather_blocks(octets, sizes, ALL_CONTROL).view(torch.int64).view(-1, *mine.shape)
+
+
+def owned(held: Mapping[str, Piece], everywhere: Tensor, rank: int) -> set[str]:
+    """Return the names of the tensors of which a rank tells what it holds.
+
+    Of ranks that hold the same elements, the first one does.
+
+    Parameters
+    ----------
+    held
+        What this rank holds of each tensor.
+    everywhere
+        What each rank holds, as `_gathered`.
+    rank
+        This one.
+
+    Raises
+    ------
+    InputError
+        If ranks together do not hold each element of each tensor in one piece.
+    """
+    mine = set()
+    for name, rows in zip(sorted(held), everywhere.unbind(1), strict=True):
+        first: dict[tuple[int, ...], int] = {}
+        for holder, row in enumerate(rows.tolist()):
+            first.setdefault(tuple(row), holder)
+        piece = held[name]
+        different = [replace(piece, first=a, row=b, stride=c, count=n) for a, b, c, n in first if n]
+        if not piece.made_of(different):
+            raise InputError(
+                f"{name} has {piece.size} elements, and the ranks of this group hold"
+                f" {sum(one.count for one in different)} in different pieces, with gaps or some"
+                " twice; pass a group with all ranks that share it, which cut it in one way"
+            )
+        if rank in first.values() and (piece.count or not piece.size):
+            mine.add(name)
+    return mine

@@ -11,17 +11,15 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sparcel.delta.applying import Inverse, Prepared, prepare
-from sparcel.delta.checks import check_together
+from sparcel.delta.anchor import Whole, placed, whole_of, within
+from sparcel.delta.applying import Inverse, Prepared, Target, check_together, prepare
 from sparcel.delta.chunk import Version, read_chunk
 from sparcel.delta.decoding import Change
 from sparcel.delta.encoding import version_of
 from sparcel.delta.files import File
 from sparcel.delta.index import Entry, Index, read_index
 from sparcel.delta.parts import tensors_of
-from sparcel.delta.step import Target
 from sparcel.delta.stores import Store, store_at
-from sparcel.delta.whole import Whole, placed, whole_of, within
 from sparcel.errors import FormatError, InputError, VersionError
 
 _TRIES = 3

@@ -67,7 +67,7 @@ class Checking:
         return contents(store.path / name) if isinstance(store, Folder) else store.read(name)
 
     def _contents(self, entry: Entry, files: list[File]) -> list[str]:
-        from sparcel.delta.whole import whole_of
+        from sparcel.delta.anchor import whole_of
 
         for file in files:
             if file.version() != entry.version:
@@ -98,7 +98,7 @@ class Checking:
 
     def _made(self, way: list[Entry]) -> dict[str, Tensor] | None:
         """Make a version by a whole model and deltas, if these are still what they were."""
-        from sparcel.delta.whole import whole_of
+        from sparcel.delta.anchor import whole_of
 
         anchor, *steps = way
         files = self._open(anchor)

@@ -8,21 +8,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from sparcel.delta.applying import apply_
+from sparcel.delta.applying import Target, apply_
 from sparcel.delta.bits import bits_of
-from sparcel.delta.checks import check_writable
 from sparcel.delta.chunk import Version
 from sparcel.delta.files import File
-from sparcel.delta.parts import (
-    Part,
-    Weights,
-    memory_of,
-    owners,
-    parts_of,
-    tensors_of,
-    untied,
-)
-from sparcel.delta.step import Target
+from sparcel.delta.parts import Part, Weights, memory_of, owners, parts_of, tensors_of, untied
+from sparcel.delta.writable import check_writable
 from sparcel.errors import FormatError, VersionError
 
 
