@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -12,42 +11,39 @@ from sparcel.delta.applying import Target, apply_
 from sparcel.delta.bits import bits_of
 from sparcel.delta.chunk import Version
 from sparcel.delta.files import File
-from sparcel.delta.parts import Part, Weights, memory_of, owners, parts_of, tensors_of, untied
+from sparcel.delta.pieces import Weights, memory_of, owners, parts_of, tensors_of, untied
 from sparcel.delta.writable import check_writable
 from sparcel.errors import FormatError, VersionError
 
 
-@dataclass
 class Whole:
     """A whole model that is read and checked, and waits to be written."""
 
-    version: Version
-    tensors: Mapping[str, Tensor]
-    target: Target
-    given: Mapping[str, Tensor]
-    waits: bool = True
-    places: Mapping[str, Tensor] = field(init=False)
-    written: Mapping[str, Part] = field(init=False)
-    there: Mapping[str, object] = field(init=False)
-
-    def __post_init__(self) -> None:
-        check_writable(parts_of(self.target), self.target)
-        self.places = placed(self.version, self.tensors, self.target, self.given)
-        parts = untied(parts_of(self.places)).items()
-        self.written = {n: part for n, part in parts if self.places[n] is not self.tensors[n]}
-        self.there = _memory(self.target)
+    def __init__(
+        self,
+        version: Version,
+        tensors: Mapping[str, Tensor],
+        target: Target,
+        given: Mapping[str, Tensor],
+    ) -> None:
+        check_writable(parts_of(target), target)
+        self.waits = True
+        self._tensors, self._target, self._there = tensors, target, _memory(target)
+        self._places = placed(version, tensors, target, given)
+        parts = untied(parts_of(self._places)).items()
+        self._written = {n: part for n, part in parts if self._places[n] is not tensors[n]}
 
     def apply(self) -> None:
         """Write it to the weights, or keep it as these."""
-        if _memory(self.target) != self.there:
+        if _memory(self._target) != self._there:
             raise VersionError("tensors were replaced since this was prepared; prepare again")
         self.waits = False
-        for name, part in self.written.items():
-            part.bits.copy_(bits_of(self.tensors[name]).view(part.bits.shape))
-        if not isinstance(self.target, nn.Module):
-            for name in self.there.keys() - self.places.keys():
-                del self.target[name]
-            self.target.update(self.places)
+        for name, part in self._written.items():
+            part.bits.copy_(bits_of(self._tensors[name]).view(part.bits.shape))
+        if not isinstance(self._target, nn.Module):
+            for name in self._there.keys() - self._places.keys():
+                del self._target[name]
+            self._target.update(self._places)
 
 
 def _memory(target: Target) -> dict[str, object]:

@@ -16,7 +16,7 @@ from sparcel.delta.bits import bits_of
 from sparcel.delta.chunk import Chunk, Version, read_chunk
 from sparcel.delta.decoding import FETCH, Change, Found, found_in, new_tensors
 from sparcel.delta.encoding import in_pool, in_threads
-from sparcel.delta.parts import Part, Weights, memory_of, owners, parts_of, tensors_of
+from sparcel.delta.pieces import Part, Weights, memory_of, owners, parts_of, tensors_of
 from sparcel.delta.writable import check_writable
 from sparcel.errors import InputError, VersionError
 
@@ -25,80 +25,131 @@ Target: TypeAlias = nn.Module | MutableMapping[str, Tensor]
 
 
 @dataclass
-class _Step:
-    """What a delta exchanges for what the weights hold, and back: values, and whole tensors."""
+class Prepared:
+    """A delta that is decoded and checked, and waits to be written.
 
-    target: Target
-    parts: Mapping[str, Part]
-    found: list[Found]
-    gone: Mapping[str, Tensor]
-    added: Mapping[str, Tensor]
-    ties: Mapping[str, str]
-    copies: Mapping[str, str]
+    Attributes
+    ----------
+    base
+        The version that it applies to.
+    version
+        The version that it makes.
+    tensors
+        The tensors that it makes.
+    """
+
+    base: Version
+    version: Version
+    tensors: Mapping[str, Tensor] = field(repr=False)
+    _target: Target = field(repr=False)
+    _parts: Mapping[str, Part] = field(repr=False)
+    _found: list[Found] = field(repr=False)
+    _gone: Mapping[str, Tensor] = field(repr=False)
+    _added: Mapping[str, Tensor] = field(repr=False)
+    _ties: Mapping[str, str] = field(repr=False)
+    _copies: Mapping[str, str] = field(repr=False)
     """Tensors of a module that a version ties to others, which are apart there."""
-    kept: dict[str, Tensor] = field(default_factory=dict)
-    state: str = "prepared"
+    _changed: int = field(repr=False)
+    _kept: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    _state: str = field(default="prepared", repr=False)
 
-    def write(self) -> None:
-        self._exchange("prepared", "written", self.gone, self.added)
+    @property
+    def waits(self) -> bool:
+        """Whether it can be written."""
+        return self._state == "prepared"
 
-    def undo(self) -> None:
-        self._exchange("written", "undone", self.added, self.gone)
+    def apply(self) -> Inverse:
+        """Write it, once; the weights must be what and where they were when it was prepared."""
+        self._exchange("prepared", "written", self._gone, self._added)
+        return Inverse(self.base, self.version, self._changed, self)
 
     def _exchange(
         self, before: str, after: str, gone: Mapping[str, Tensor], added: Mapping[str, Tensor]
     ) -> None:
         """Exchange values, and tensors that go for new ones; if that fails, nothing is changed."""
-        if self.state != before:
-            raise VersionError(f"this step is {self.state} already; prepare another one")
-        tensors = tensors_of(self.target)
+        if self._state != before:
+            raise VersionError(f"this step is {self._state} already; prepare another one")
+        tensors = tensors_of(self._target)
         self._check_there(tensors, gone)
-        self.state = "torn"  # if an interrupt comes too late to undo all
+        self._state = "torn"  # if an interrupt comes too late to undo all
         begun: list[Found] = []
         try:
-            swap_all(self.found, self.parts, begun)
+            swap_all(self._found, self._parts, begun)
         except BaseException:
-            self.state = "torn" if begun else before
+            self._state = "torn" if begun else before
             raise
         for name in gone:
             del tensors[name]
         tensors.update(added)
-        for copy, name in self.copies.items():
+        for copy, name in self._copies.items():
             bits = bits_of(tensors[copy])
             old = bits.clone()
-            bits.copy_(self.kept.get(copy, bits_of(tensors[name])))
-            self.kept[copy] = old
-        self.state = after
+            bits.copy_(self._kept.get(copy, bits_of(tensors[name])))
+            self._kept[copy] = old
+        self._state = after
 
     def _check_there(self, tensors: Mapping[str, Tensor], gone: Iterable[str]) -> None:
         """Raise VersionError unless what changes or goes is where it was."""
-        changing = {piece.name for one in self.found for piece in one.chunk.pieces}
+        changing = {piece.name for one in self._found for piece in one.chunk.pieces}
         for name in sorted(changing.union(gone)):
             there = name in tensors
             if there and name in changing:
-                there = memory_of(tensors[name]) == memory_of(self.parts[name].local)
+                there = memory_of(tensors[name]) == memory_of(self._parts[name].local)
             if not there:
                 raise VersionError(
                     f"{name!r} was replaced since this step was prepared; prepare again, or {FETCH}"
                 )
 
-    def changes(self) -> Iterator[Change]:
+    def _changes(self) -> Iterator[Change]:
         """Yield what has changed, after it is written."""
-        for name, tensor in self.gone.items():
+        for name, tensor in self._gone.items():
             yield Change.gone(name, tensor.dtype, tuple(tensor.shape))
-        for name, tensor in self.added.items():
+        for name, tensor in self._added.items():
             yield Change.whole(name, tensor)
         names: dict[str, list[str]] = defaultdict(list)
-        for alias, name in self.ties.items():
-            if alias not in self.added:
+        for alias, name in self._ties.items():
+            if alias not in self._added:
                 names[name].append(alias)
-        for piece, places in ((p, places) for one in self.found for p, places, _ in one.pieces()):
+        for piece, places in ((p, places) for one in self._found for p, places, _ in one.pieces()):
             numbers = piece.numbers(places if places is None else places.sort().values)
-            part = self.parts[piece.name]
+            part = self._parts[piece.name]
             _, local = part.here(numbers.to(part.local.device))
             values = part.take(local).cpu().view(piece.dtype)
             for name in (piece.name, *names[piece.name]):
                 yield Change(name, piece.dtype, piece.shape, numbers, values)
+
+
+@dataclass
+class Inverse:
+    """What `apply_` has changed, and how to undo it.
+
+    Attributes
+    ----------
+    base
+        The version that the weights were.
+    version
+        What they are now.
+    changed
+        How many elements have changed; all of those that were sent whole.
+    """
+
+    base: Version
+    version: Version
+    changed: int
+    _step: Prepared = field(repr=False)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it can be undone."""
+        return self._step._state == "written"
+
+    def changes(self) -> Iterator[Change]:
+        """Yield what has changed in each tensor, with the new values; of tied ones, in each."""
+        return self._step._changes() if self.waits else iter(())
+
+    def undo(self) -> None:
+        """Make the weights what they were, bit for bit; this can be done once."""
+        self._step._exchange("written", "undone", self._step._added, self._step._gone)
 
 
 def swap_all(
@@ -129,70 +180,6 @@ def swap_all(
         if whole:
             begun.clear()
         raise
-
-
-@dataclass
-class Inverse:
-    """What `apply_` has changed, and how to undo it.
-
-    Attributes
-    ----------
-    base
-        The version that the weights were.
-    version
-        What they are now.
-    changed
-        How many elements have changed; all of those that were sent whole.
-    """
-
-    base: Version
-    version: Version
-    changed: int
-    _step: _Step = field(repr=False)
-
-    @property
-    def waits(self) -> bool:
-        """Whether it can be undone."""
-        return self._step.state == "written"
-
-    def changes(self) -> Iterator[Change]:
-        """Yield what has changed in each tensor, with the new values; of tied ones, in each."""
-        return self._step.changes() if self.waits else iter(())
-
-    def undo(self) -> None:
-        """Make the weights what they were, bit for bit; this can be done once."""
-        self._step.undo()
-
-
-@dataclass
-class Prepared:
-    """A delta that is decoded and checked, and waits to be written.
-
-    Attributes
-    ----------
-    base
-        The version that it applies to.
-    version
-        The version that it makes.
-    tensors
-        The tensors that it makes.
-    """
-
-    base: Version
-    version: Version
-    tensors: Mapping[str, Tensor] = field(repr=False)
-    _changed: int = field(repr=False)
-    _step: _Step = field(repr=False)
-
-    @property
-    def waits(self) -> bool:
-        """Whether it can be written."""
-        return self._step.state == "prepared"
-
-    def apply(self) -> Inverse:
-        """Write it, once; the weights must be what and where they were when it was prepared."""
-        self._step.write()
-        return Inverse(self.base, self.version, self._changed, self._step)
 
 
 def prepare(target: Target, chunks: Chunks, since: Version | None = None) -> Prepared:
@@ -229,16 +216,19 @@ def prepare(target: Target, chunks: Chunks, since: Version | None = None) -> Pre
         _check_copies(version, copies, parts)
     else:
         after |= {alias: after[name] for alias, name in apart.items()}
-    step = _Step(
+    return Prepared(
+        base,
+        version,
+        after,
         target,
         parts,
         [one for one in found if one.chunk.code != "removed" and not one.chunk.new],
-        gone={name: one for name, one in tensors.items() if after.get(name) is not one},
-        added={name: one for name, one in after.items() if tensors.get(name) is not one},
-        ties={alias: name for alias, name in ties.items() if alias in after},
-        copies=copies,
+        _gone={name: one for name, one in tensors.items() if after.get(name) is not one},
+        _added={name: one for name, one in after.items() if tensors.get(name) is not one},
+        _ties={alias: name for alias, name in ties.items() if alias in after},
+        _copies=copies,
+        _changed=sum(chunk.changed for chunk in read),
     )
-    return Prepared(base, version, after, sum(chunk.changed for chunk in read), step)
 
 
 def check_together(chunks: list[Chunk]) -> None:

@@ -7,6 +7,7 @@ from typing import Literal, overload
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sparcel import api
@@ -73,7 +74,7 @@ def broadcast(
         try:
             stream = _joined(chunks)
         except Exception as failure:  # the others must know, and would wait
-            stream, error = _words([-1]), failure
+            stream, error = _words(np.array([-1])), failure
     arriving = Arriving(api.broadcast(stream, root, comm, async_op=True), error)
     return arriving if async_op else arriving.wait()
 
@@ -83,13 +84,12 @@ def _joined(chunks: Iterable[bytes] | None) -> SparseStream:
     if chunks is None:
         raise InputError("the root must pass chunks, got None")
     chunks = list(chunks)
-    return _words([len(chunks), *map(len, chunks)], chunks)
+    lengths = np.array([len(chunks), *map(len, chunks)], np.int64)
+    data = b"".join([lengths.tobytes(), *chunks])
+    return _words(np.frombuffer(data + bytes(-len(data) % 8), np.int64).copy())
 
 
-def _words(numbers: list[int], chunks: Iterable[bytes] = ()) -> SparseStream:
-    lengths = np.array(numbers, np.int64).tobytes()
-    data = b"".join([lengths, *chunks])
-    words = np.frombuffer(data + bytes(-len(data) % 8), np.int64).copy()
+def _words(words: NDArray[np.int64]) -> SparseStream:
     return SparseStream(None, torch.from_numpy(words), len(words))
 
 

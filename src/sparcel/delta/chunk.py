@@ -25,7 +25,7 @@ MOST_SHARDS = (1 << 20) - 1
 MOST_NUMBER = (1 << 63) - 1
 """The largest number of a version."""
 _MOST_ELEMENTS = 1 << 24
-CODES = ("steps", "values", "dense", "removed")
+CHUNK_CODES = ("steps", "values", "dense", "removed")
 """What a chunk may hold of each changed element: a step in units in the last place, the new value,
 the new values of all elements, or nothing, because the tensor is gone."""
 
@@ -79,7 +79,7 @@ class Chunk:
     part, last
         Its number among the chunks of that process, and whether no other follows.
     code
-        One of `CODES`.
+        One of `CHUNK_CODES`.
     layout
         Of its tensors' dtype.
     pieces
@@ -207,7 +207,7 @@ def _parsed(header: dict[str, Any], rest: memoryview) -> Chunk:
     layout = NAMED.get(header["dtype"])
     if layout is None:
         raise ValueError(f"unknown dtype {header['dtype']!r}")
-    if header["code"] not in CODES:
+    if header["code"] not in CHUNK_CODES:
         raise ValueError(f"unknown code {header['code']!r}")
     places, values, others = (_whole(length) for length in header["streams"])
     streams = places + values + others

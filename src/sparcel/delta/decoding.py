@@ -13,8 +13,7 @@ from sparcel import _cpu
 from sparcel.delta.bits import bits_of, hashed, stepped
 from sparcel.delta.chunk import Chunk, read_chunk
 from sparcel.delta.encoding import elements_of, given
-from sparcel.delta.parts import Part, Weights, parts_of
-from sparcel.delta.pieces import Piece
+from sparcel.delta.pieces import Part, Piece, Weights, parts_of
 from sparcel.errors import FormatError, InputError, VersionError
 
 FETCH = "fetch a full version, as `Subscriber.reload()` does"

@@ -16,8 +16,16 @@ from sparcel import _cpu
 from sparcel._checks import whole_number
 from sparcel.delta.bits import layout_of
 from sparcel.delta.chunk import MOST_NUMBER, MOST_SHARDS, Chunk, Version
-from sparcel.delta.parts import CHUNK_BYTES, Part, Weights, parts_of, ties_of, untied
-from sparcel.delta.pieces import MOST_PIECES, Piece
+from sparcel.delta.pieces import (
+    CHUNK_BYTES,
+    MOST_PIECES,
+    Part,
+    Piece,
+    Weights,
+    parts_of,
+    ties_of,
+    untied,
+)
 from sparcel.errors import known
 
 T = TypeVar("T")

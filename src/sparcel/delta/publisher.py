@@ -16,9 +16,8 @@ from sparcel.delta.base import copied, remembered
 from sparcel.delta.chunk import Version, read_chunk
 from sparcel.delta.encoding import CODES, encode_parts, version_of
 from sparcel.delta.files import File, anchor_file, check_storable, delta_file
-from sparcel.delta.index import Entry, Index
-from sparcel.delta.ledger import Ledger, file_name
-from sparcel.delta.parts import Part, Weights, parts_of, tensors_of, untied
+from sparcel.delta.index import Entry, Index, Ledger, file_name
+from sparcel.delta.pieces import Part, Weights, parts_of, tensors_of, untied
 from sparcel.delta.stores import Folder, Store, store_at
 from sparcel.delta.subscriber import Subscriber
 from sparcel.errors import FormatError, InputError, VersionError, known
@@ -121,10 +120,9 @@ class Publisher:
         parts = parts_of(tensors)
         check_storable(parts)
         _check_whole(parts)
-        self._ledger.begin()
+        number = self._ledger.begin(number)
         if self.version != self._index.newest:  # an error came between a commit and the base
             self._resume()
-        number = self._ledger.number(number)
         if self._bracketed:
             self.version = self._publish_bracketed(dict(tensors), parts, number)
         elif self.version is None:

@@ -21,9 +21,8 @@ from sparcel.delta.chunk import Version, read_chunk
 from sparcel.delta.decoding import found_in
 from sparcel.delta.encoding import CODES, encode_parts, in_threads
 from sparcel.delta.files import check_storable, delta_file
-from sparcel.delta.ledger import Ledger, file_name
-from sparcel.delta.parts import Part, Weights, parts_of, tensors_of, ties_of, untied
-from sparcel.delta.pieces import Piece
+from sparcel.delta.index import Ledger, file_name
+from sparcel.delta.pieces import Part, Piece, Weights, parts_of, tensors_of, ties_of, untied
 from sparcel.delta.stores import Store, store_at
 from sparcel.errors import InputError, MismatchError, VersionError, known
 
@@ -112,7 +111,7 @@ class ShardedPublisher:
                 " same on all"
             )
         parts = self._owned(parts)
-        number = self._comm.gather_numbers(self._on_first(self._begin) or 0)[0]
+        number = self._comm.gather_numbers(self._on_first(self._ledger.begin) or 0)[0]
         other = self._is_recut(parts) or ties_of(parts) != ties_of(self._base)
         if any(self._comm.gather_numbers(int(other))):
             since = None
@@ -148,10 +147,6 @@ class ShardedPublisher:
         return any(
             kind(part.piece) in there and part.piece not in told for part in self._base.values()
         )
-
-    def _begin(self) -> int:
-        self._ledger.begin()
-        return self._ledger.number()
 
     def _publish_delta(self, parts: Mapping[str, Part], since: Version, number: int) -> Version:
         chunks = self._together(lambda: self._coded(parts, self._base, since, number))

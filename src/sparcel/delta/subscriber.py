@@ -18,7 +18,7 @@ from sparcel.delta.decoding import Change
 from sparcel.delta.encoding import version_of
 from sparcel.delta.files import File
 from sparcel.delta.index import Entry, Index, read_index
-from sparcel.delta.parts import tensors_of
+from sparcel.delta.pieces import tensors_of
 from sparcel.delta.stores import Store, store_at
 from sparcel.errors import FormatError, InputError, VersionError
 
@@ -232,14 +232,14 @@ class Subscriber:
         chunks = [read_chunk(chunk) for file in files for chunk in file.chunks()]
         with within(entry.names):
             check_together(chunks)
-        made = chunks[0].base, chunks[0].target
-        if made != (entry.base, entry.version.number):
-            raise FormatError(f"{entry.names[0]} makes version {made[1]} of {made[0]}")
-        prepared = prepare(self._target, chunks, self.version)
-        if prepared.version != entry.version:
+        base = chunks[0].base
+        made = base.after(chunks[0].target, sum(chunk.sum for chunk in chunks))
+        if (base, made) != (entry.base, entry.version):
             raise FormatError(
-                f"{entry.names[0]} makes version {prepared.version} instead of {entry.version}"
+                f"{entry.names[0]} makes version {made} of {base}, not {entry.version} of"
+                f" {entry.base}"
             )
+        prepared = prepare(self._target, chunks, self.version)
         if self._given:
             placed(entry.version, prepared.tensors, self._target, self._given)
         return Ready(entry, self, self.version, prepared)

@@ -10,8 +10,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
-from sparcel.cli.delta.checkpoints import Checkpoint, open_checkpoint, open_delta
-from sparcel.cli.delta.places import writing
+from sparcel.cli.delta.places import Checkpoint, OldCheckpoint, open_checkpoint, open_delta, writing
 from sparcel.cli.delta.shown import console, share
 from sparcel.cli.options import check_apart, check_output
 from sparcel.errors import FormatError, InputError, VersionError
@@ -24,13 +23,7 @@ if TYPE_CHECKING:
 
 
 def apply(
-    old: Annotated[
-        Path,
-        typer.Argument(
-            help="The checkpoint before: a safetensors file, or a folder of them.",
-            show_default=False,
-        ),
-    ],
+    old: OldCheckpoint,
     deltas: Annotated[
         list[Path],
         typer.Argument(
@@ -120,7 +113,7 @@ def _write(output: Path, before: Checkpoint, steps: list[_Step]) -> int:
 
 def _keep_layout(before: Checkpoint, steps: list[_Step]) -> bool:
     """Tell whether no tensor appears, vanishes or is tied anew, so that a copy keeps its header."""
-    from sparcel.delta.parts import parts_of, ties_of
+    from sparcel.delta.pieces import parts_of, ties_of
 
     tied = ties_of(parts_of(before.tensors)).items()
     return not any(

@@ -12,8 +12,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from sparcel.cli.delta.checkpoints import Checkpoint, open_checkpoint
-from sparcel.cli.delta.places import writing
+from sparcel.cli.delta.places import Checkpoint, OldCheckpoint, open_checkpoint, writing
 from sparcel.cli.delta.shown import bits_each, console, share, size
 from sparcel.cli.options import check_apart, check_output
 
@@ -25,13 +24,7 @@ if TYPE_CHECKING:
 
 
 def diff(
-    old: Annotated[
-        Path,
-        typer.Argument(
-            help="The checkpoint before: a safetensors file, or a folder of them.",
-            show_default=False,
-        ),
-    ],
+    old: OldCheckpoint,
     new: Annotated[
         Path, typer.Argument(help="The checkpoint after, of the same kind.", show_default=False)
     ],

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich import box
 from rich.table import Table
 
-from sparcel.cli.delta.places import index_of, open_store
+from sparcel.cli.delta.places import StorePlace, index_of, open_store
 from sparcel.cli.delta.shown import age, bits_each, console, share, size
 
 if TYPE_CHECKING:
-    from sparcel.delta.index import Entry, Index
+    from sparcel.delta.index import Index
 
 
-def log(
-    store: Annotated[
-        str,
-        typer.Argument(
-            help="The store: a folder, or a URL such as s3://bucket/folder or https://host/folder.",
-            show_default=False,
-        ),
-    ],
-) -> None:
+def log(store: StorePlace) -> None:
     """List the versions of a store: whole models, and deltas from one version to another.
 
     A delta is much smaller than a whole model; bits is how much it spends on each changed element.
@@ -42,18 +33,10 @@ def _table(index: Index) -> Table:
         table.add_column(heading, justify="left" if not heading else "right")
     now = time.time()
     for entry in index.entries:
-        table.add_row(*_row(entry), age(now - entry.time))
+        told = ("", "whole model", "", "")
+        if entry.base is not None:
+            changed = share(entry.changed, entry.elements)
+            told = str(entry.base.number), "delta", changed, bits_each(entry.bytes, entry.changed)
+        number, since = str(entry.version.number), age(now - entry.time)
+        table.add_row(number, *told, size(entry.bytes), since)
     return table
-
-
-def _row(entry: Entry) -> tuple[str, ...]:
-    if entry.base is None:
-        return str(entry.version.number), "", "whole model", "", "", size(entry.bytes)
-    return (
-        str(entry.version.number),
-        str(entry.base.number),
-        "delta",
-        share(entry.changed, entry.elements),
-        bits_each(entry.bytes, entry.changed),
-        size(entry.bytes),
-    )

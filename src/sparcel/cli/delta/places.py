@@ -1,16 +1,162 @@
-"""Stores and outputs as they are typed, and what is said of those that cannot be used."""
+"""Checkpoints, deltas and stores as they are typed, and errors that name them so."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-from sparcel.errors import InputError
+import typer
+
+from sparcel.errors import FormatError, InputError, optional
 
 if TYPE_CHECKING:
-    from sparcel.delta import Index, Store
+    from torch import Tensor
+
+    from sparcel.delta import Index, Store, Version
+    from sparcel.delta.files import File
+
+_INDEX = "model.safetensors.index.json"
+
+OldCheckpoint: TypeAlias = Annotated[
+    Path,
+    typer.Argument(
+        help="The checkpoint before: a safetensors file, or a folder of them.", show_default=False
+    ),
+]
+StorePlace: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        help="The store: a folder, or a URL such as s3://bucket/folder or https://host/folder.",
+        show_default=False,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Tensors by name, in the memory of their files, which is read when they are.
+
+    Attributes
+    ----------
+    files
+        What they are read from.
+    stated
+        The version that the file says it is, if it does.
+    """
+
+    files: tuple[Path, ...]
+    tensors: dict[str, Tensor]
+    stated: Version | None
+
+    @property
+    def elements(self) -> int:
+        """The number of elements."""
+        return sum(tensor.numel() for tensor in self.tensors.values())
+
+    @property
+    def number(self) -> int:
+        """The number of the version that the file says it is, or 0."""
+        return self.stated.number if self.stated else 0
+
+    def version(self) -> Version:
+        """Read all elements, and return the version that they are."""
+        from sparcel.delta import version_of
+
+        return version_of(self.tensors, self.number)
+
+
+def contents(path: Path) -> memoryview:
+    """Return a file's bytes, mapped; what is written to them stays in memory."""
+    from sparcel.delta import Folder
+
+    return Folder(path.parent).mapped(path.name)
+
+
+def is_delta(path: Path) -> bool:
+    """Tell whether a safetensors file is a delta."""
+    return _kind(_opened(path)) == "delta"
+
+
+def open_delta(path: Path) -> File:
+    """Return a delta, mapped."""
+    from sparcel.delta.files import File
+
+    if not is_delta(path):
+        raise InputError(f"{path} is no delta; give a file of `sparcel delta diff` or of a store")
+    return File(contents(path), str(path))
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Return the checkpoint that is a safetensors file, or a folder of several.
+
+    Raises
+    ------
+    InputError
+        If there are no such files, or two of them hold a tensor of the same name.
+    FormatError
+        If one is torn, or no safetensors file.
+    """
+    paths = _paths(path) if path.is_dir() else (path,)
+    tensors: dict[str, Tensor] = {}
+    stated = None
+    for one in paths:
+        held, stated = _read(one)
+        if twice := sorted(tensors.keys() & held.keys()):
+            raise InputError(f"{twice[0]} is in several files of {path}; name the file instead")
+        tensors |= held
+    return Checkpoint(paths, tensors, stated if len(paths) == 1 else None)
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], Version | None]:
+    """Return the tensors of a file, and the version that it states if sparcel has written it."""
+    from sparcel.delta.files import File
+
+    opened = _opened(path)
+    match _kind(opened):
+        case "anchor":
+            file = File(contents(path), str(path))
+            return file.tensors(), file.version()
+        case "delta":
+            raise InputError(f"{path} is a delta; give a checkpoint")
+        case _:
+            names = opened.keys()
+            return {name: opened.get_tensor(name) for name in names}, None
+
+
+def _opened(path: Path) -> Any:  # whose methods have no annotations
+    with optional("reading checkpoints", "delta"):
+        from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise InputError(f"can't read {path}: there is no such file")
+    try:
+        return safe_open(path, "pt")
+    except SafetensorError as error:
+        raise FormatError(f"{path} is torn, or no safetensors file: {error}") from error
+
+
+def _kind(opened: Any) -> str | None:
+    """Return what sparcel calls the file, if it has written it."""
+    metadata: dict[str, str] = opened.metadata() or {}
+    return metadata.get("kind")
+
+
+def _paths(folder: Path) -> tuple[Path, ...]:
+    index = folder / _INDEX
+    if not index.exists():
+        found = tuple(sorted(folder.glob("*.safetensors")))
+        if not found:
+            raise InputError(f"can't read {folder}: it holds no *.safetensors")
+        return found
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+        return tuple(folder / name for name in sorted(names))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"{index} is no index of a checkpoint: {error!r}") from error
 
 
 def open_store(place: str) -> Store:

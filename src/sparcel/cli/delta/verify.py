@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sparcel.cli.delta.checking import Checking, anchor_faults, delta_faults
-from sparcel.cli.delta.checkpoints import is_delta, open_checkpoint, open_delta
-from sparcel.cli.delta.places import index_of, lacks_folder, open_store
+from sparcel.cli.delta.places import (
+    contents,
+    index_of,
+    is_delta,
+    lacks_folder,
+    open_checkpoint,
+    open_delta,
+    open_store,
+)
 from sparcel.cli.delta.shown import console, size
-from sparcel.errors import FormatError, InputError, SparcelError
+from sparcel.errors import FormatError, InputError, SparcelError, VersionError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sparcel.delta import Entry, Store, Version
+    from sparcel.delta.files import File
 
 
 def verify(
@@ -59,7 +71,7 @@ def _file(path: Path) -> tuple[str, list[str]]:
         if is_delta(path):
             file = open_delta(path)
             base, version = file.version("base"), file.version()
-            return f"a delta from version {base} to {version}", delta_faults([file], base, version)
+            return f"a delta from version {base} to {version}", _delta_faults([file], base, version)
         checkpoint = open_checkpoint(path)
     except FormatError as error:
         return "a file", [str(error)]
@@ -67,7 +79,7 @@ def _file(path: Path) -> tuple[str, list[str]]:
         found = checkpoint.version()
         return f"a checkpoint that states no version; its sum is {found.sum:016x}", []
     what = f"a checkpoint of version {checkpoint.stated}"
-    return what, anchor_faults(checkpoint.tensors, checkpoint.stated)
+    return what, _anchor_faults(checkpoint.tensors, checkpoint.stated)
 
 
 def _store(place: str) -> tuple[str, list[str]]:
@@ -79,7 +91,7 @@ def _store(place: str) -> tuple[str, list[str]]:
         index = index_of(place, store)
     except FormatError as error:
         return "a store", [str(error)]
-    checking = Checking(store)
+    checking = _Checking(store)
     for entry in index.entries:
         checking.read(entry)
     checking.replay()
@@ -87,3 +99,171 @@ def _store(place: str) -> tuple[str, list[str]]:
     kept = sum(entry.bytes for entry in index.entries)
     what = f"a store of {versions} versions in {size(kept)}, the newest is {index.newest}"
     return what, checking.faults
+
+
+class _Checking:
+    """What is wrong with the files of a store."""
+
+    def __init__(self, store: Store) -> None:
+        self.faults: list[str] = []
+        self._store = store
+        self._sound: list[Entry] = []
+        self._left: list[Entry] = []
+        """Deltas that were not tried yet."""
+        self._ways: dict[Version, list[Entry]] = {}
+        """How each version can be made: by a whole model, and the deltas after it."""
+
+    def read(self, entry: Entry) -> None:
+        """Compare the files of an entry with what it and they state."""
+        files = self._open(entry)
+        if files is None:
+            return
+        try:
+            faults = self._contents(entry, files)
+        except (FormatError, VersionError) as error:
+            faults = [str(error)]
+        for fault in faults:
+            self._fault(entry, fault)
+        if not faults:
+            self._sound.append(entry)
+
+    def _open(self, entry: Entry) -> list[File] | None:
+        from sparcel.delta import read_index
+        from sparcel.delta.files import File
+
+        try:
+            data = [(name, self._bytes(name)) for name in entry.names]
+            files = [File(one, name) for name, one in data]
+        except FileNotFoundError:
+            if entry in read_index(self._store).entries:  # so it was not removed meanwhile
+                self._fault(entry, "the index lists it, and it is missing")
+            return None
+        except (FormatError, OSError) as error:
+            self._fault(entry, str(error))
+            return None
+        length = sum(len(one) for _, one in data)
+        if length != entry.bytes:
+            self._fault(entry, f"it has {length} bytes instead of {entry.bytes}")
+            return None
+        return files
+
+    def _bytes(self, name: str) -> memoryview:
+        from sparcel.delta import Folder
+
+        store = self._store
+        return contents(store.path / name) if isinstance(store, Folder) else store.read(name)
+
+    def _contents(self, entry: Entry, files: list[File]) -> list[str]:
+        from sparcel.delta.anchor import whole_of
+
+        for file in files:
+            if file.version() != entry.version:
+                return [f"it says version {file.version()} instead of {entry.version}"]
+        if entry.base is None and files[0].whole:
+            return _anchor_faults(whole_of(files), entry.version)
+        base = entry.base or files[0].version("base")
+        faults = _delta_faults(files, base, entry.version)
+        return faults or ([] if entry.base else _anchor_faults(whole_of(files), entry.version))
+
+    def replay(self) -> None:
+        """Go from each whole model along the deltas, and try each delta that can be reached.
+
+        A chain of deltas is followed to its end. What other sound deltas make is made anew, for
+        those deltas that begin there and were not tried.
+        """
+        self._left = [entry for entry in self._sound if entry.base is not None]
+        self._ways = {entry.version: [entry] for entry in self._sound if entry.base is None}
+        while starts := [one.base for one in self._left if one.base in self._ways]:
+            start = min(starts, key=lambda version: (len(self._ways[version]), version.number))
+            tensors = self._made(self._ways[start])
+            if tensors is None:
+                del self._ways[start]
+            else:
+                self._follow(start, tensors)
+        for entry in self._left:
+            self._fault(entry, f"nothing sound leads to its base, version {entry.base}")
+
+    def _made(self, way: list[Entry]) -> dict[str, Tensor] | None:
+        """Make a version by a whole model and deltas, if these are still what they were."""
+        from sparcel.delta.anchor import whole_of
+
+        anchor, *steps = way
+        files = self._open(anchor)
+        if files is None:
+            return None
+        tensors = whole_of(files)
+        return tensors if all(self._apply(step, tensors, undo=False) for step in steps) else None
+
+    def _follow(self, now: Version, tensors: dict[str, Tensor]) -> None:
+        """Try what is left from a version on, and go on with the nearest that can be reached."""
+        reached: Version | None = now
+        while reached is not None:
+            now, reached = reached, None
+            steps = sorted(
+                (entry for entry in self._left if entry.base == now),
+                key=lambda entry: entry.version.number,
+                reverse=True,
+            )
+            sound = [step for step in steps if self._apply(step, tensors, undo=step != steps[-1])]
+            self._left = [entry for entry in self._left if entry not in steps]
+            for step in sound:
+                self._ways.setdefault(step.version, [*self._ways[now], step])
+            if sound and (sound[-1] == steps[-1] or self._apply(sound[-1], tensors, undo=False)):
+                reached = sound[-1].version
+
+    def _apply(self, entry: Entry, tensors: dict[str, Tensor], undo: bool) -> bool:
+        """Apply a delta, or only try it, and tell whether it makes the version that it should."""
+        from sparcel.delta import apply_
+
+        files = self._open(entry)
+        if files is None:
+            return False
+        try:
+            made = apply_(tensors, [chunk for file in files for chunk in file.chunks()], entry.base)
+        except (FormatError, VersionError) as error:
+            self._fault(entry, str(error))
+            return False
+        right = made.version == entry.version
+        if not right:
+            self._fault(entry, f"it makes version {made.version} instead of {entry.version}")
+        if undo or not right:
+            made.undo()
+        return right
+
+    def _fault(self, entry: Entry, fault: str) -> None:
+        names = ", ".join(entry.names)
+        self.faults.append(fault if names in fault else f"{names}: {fault}")
+
+
+def _anchor_faults(tensors: dict[str, Tensor], stated: Version) -> list[str]:
+    """Compare the sum of all weights with that of the version that they should be."""
+    from sparcel.delta import version_of
+
+    found = version_of(tensors, stated.number)
+    return [] if found == stated else [f"the weights are {found} instead of version {stated}"]
+
+
+def _delta_faults(files: list[File], base: Version, version: Version) -> list[str]:
+    """Compare the checksums of chunks, and the versions that they and the file state."""
+    from sparcel.delta.chunk import read_chunk
+
+    faults, total = [], 0
+    for file in files:
+        for number, data in enumerate(file.chunks()):
+            try:
+                chunk = read_chunk(data)
+            except FormatError as error:
+                faults.append(f"chunk {number}: {error}")
+                continue
+            total += chunk.sum
+            if (chunk.base, chunk.target) != (base, version.number):
+                faults.append(
+                    f"chunk {number} makes version {chunk.target} of version {chunk.base}, instead"
+                    f" of {version.number} of {base}"
+                )
+    made = base.after(version.number, total)
+    if not faults and made != version:
+        faults.append(
+            f"its chunks make version {made} instead of {version}: one is missing, or there twice"
+        )
+    return faults

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sparcel import units
-from sparcel.cli.delta.places import lacks_folder, open_store, writing
+from sparcel.cli.delta.places import StorePlace, lacks_folder, open_store, writing
 from sparcel.cli.delta.shown import console, share, size
 from sparcel.cli.options import check_output
 from sparcel.errors import FormatError, InputError, VersionError
@@ -23,13 +23,7 @@ _FILE = "model.safetensors"
 
 
 def watch(
-    store: Annotated[
-        str,
-        typer.Argument(
-            help="The store: a folder, or a URL such as s3://bucket/folder or https://host/folder.",
-            show_default=False,
-        ),
-    ],
+    store: StorePlace,
     every: Annotated[str, typer.Option(help="How often to look for new versions: 500ms.")] = "2s",
     output: Annotated[
         Path | None,
