@@ -185,7 +185,7 @@ def test_a_damaged_index_is_refused_or_the_same(tmp_path_factory: pytest.TempPat
     versions = [Version(number, number) for number in range(4)]
     write_index(store, Index(tuple(entry(a, b, 9) for a, b in pairwise([None, *versions]) if b)))
     data = bytes(store.read(INDEX))
-    for _ in range(200):
+    for _ in range(100):
         damaged = bytearray(data)
         damaged[dice.randrange(len(data))] = dice.randrange(256)
         store.write(INDEX, [damaged])

@@ -26,12 +26,6 @@ WEIGHTS = {"w": torch.arange(10.0)}
 WRITER = "0123456789abcdef"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _no_waiting_for_disks() -> Iterator[None]:
-    with patch("os.fsync"):
-        yield
-
-
 # ---- one publisher at a time
 
 

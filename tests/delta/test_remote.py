@@ -72,7 +72,7 @@ class Web(SimpleHTTPRequestHandler):
 def served(folder: Path) -> Iterator[str]:
     """Serve a folder by HTTP."""
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Web, directory=folder)) as server:
-        thread = Thread(target=server.serve_forever)
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from threading import main_thread
@@ -56,13 +56,6 @@ Folders = Callable[[], Path]
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return lambda: tmp_path_factory.mktemp("store")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_waiting_for_disks() -> Iterator[None]:
-    """Nothing here is about power cuts."""
-    with patch("os.fsync"):
-        yield
 
 
 def publish(publisher: Publisher, models: list[Model]) -> list[Version]:
@@ -188,7 +181,7 @@ def first_elements(model: Model) -> int:
 @given(
     st.integers(0, 99),
     st.lists(st.tuples(st.integers(0, 99), st.sampled_from(DAMAGES)), min_size=1, max_size=5),
-    st.integers(0, 11),
+    st.integers(0, 7),
     st.booleans(),
 )
 def test_damaged_files_are_passed_by_or_told(
@@ -197,8 +190,8 @@ def test_damaged_files_are_passed_by_or_told(
     """Weights are those of a version, bit for bit, at the newest one unless an error says why."""
     path, dice = folders(), random.Random(seed)
     store = Folder(path)
-    publisher = Publisher(store, anchor_every=4, lag=20)
-    models = history(12)
+    publisher = Publisher(store, anchor_every=3, lag=20)
+    models = history(8)
     sums = sums_of(models)
     subscriber = Subscriber(store, copied(first_model(7)) if in_place else None)
     for number, model in enumerate(models):
@@ -292,7 +285,7 @@ failures = st.tuples(
 )
 
 
-@given(st.lists(st.none() | failures, min_size=1, max_size=12), st.integers(1, 3), st.booleans())
+@given(st.lists(st.none() | failures, min_size=1, max_size=8), st.integers(1, 3), st.booleans())
 def test_a_publisher_goes_on_when_its_store_failed(
     folders: Folders, steps: list[tuple[str, str, int] | None], anchor_every: int, in_file: bool
 ) -> None:

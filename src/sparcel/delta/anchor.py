@@ -29,7 +29,7 @@ class Whole:
         check_writable(parts_of(target), target)
         self.waits = True
         self._tensors, self._target, self._there = tensors, target, _memory(target)
-        self._places = placed(version, tensors, target, given)
+        self._places = check_places(version, tensors, target, given)
         parts = untied(parts_of(self._places)).items()
         self._written = {n: part for n, part in parts if self._places[n] is not tensors[n]}
 
@@ -50,12 +50,12 @@ def _memory(target: Target) -> dict[str, object]:
     return {name: memory_of(tensor) for name, tensor in tensors_of(target).items()}
 
 
-def placed(
+def check_places(
     version: Version, theirs: Mapping[str, Tensor], target: Weights, given: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return for each tensor of a version the one that is there to take it, or itself if none is.
+    """Return for each tensor of a version the target's tensor that takes its values.
 
-    Tied ones are one tensor.
+    It is the version's own tensor where the target has none. Tied ones are one tensor.
 
     Raises
     ------
@@ -118,14 +118,14 @@ def whole_of(files: list[File]) -> dict[str, Tensor]:
     if files[0].whole:
         return {name: tensor for file in files for name, tensor in file.tensors().items()}
     whole: dict[str, Tensor] = {}
-    with within([file.name for file in files]):
+    with failing_as_file([file.name for file in files]):
         apply_(whole, [chunk for file in files for chunk in file.chunks()])
     return whole
 
 
 @contextmanager
-def within(names: Sequence[str]) -> Iterator[None]:
-    """Raise what is wrong within files as FormatError, so that a subscriber looks for others."""
+def failing_as_file(names: Sequence[str]) -> Iterator[None]:
+    """Turn VersionError about what files hold into FormatError, so that others are looked for."""
     try:
         yield
     except VersionError as error:

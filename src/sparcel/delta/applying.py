@@ -113,7 +113,7 @@ class Prepared:
         for piece, places in ((p, places) for one in self._found for p, places, _ in one.pieces()):
             numbers = piece.numbers(places if places is None else places.sort().values)
             part = self._parts[piece.name]
-            _, local = part.here(numbers.to(part.local.device))
+            _, local = part.places_of(numbers.to(part.local.device))
             values = part.take(local).cpu().view(piece.dtype)
             for name in (piece.name, *names[piece.name]):
                 yield Change(name, piece.dtype, piece.shape, numbers, values)
@@ -350,7 +350,7 @@ def assign_(target: Weights, changes: Iterable[Change]) -> None:
         if part is None or change.values is None:
             continue
         _check_change(part, change.values, change)
-        here, places = part.here(change.indices)
+        here, places = part.places_of(change.indices)
         part.put(places, bits_of(change.values)[here])
 
 

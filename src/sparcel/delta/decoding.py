@@ -12,7 +12,7 @@ from torch import Tensor
 from sparcel import _cpu
 from sparcel.delta.bits import bits_of, hashed, stepped
 from sparcel.delta.chunk import Chunk, read_chunk
-from sparcel.delta.encoding import elements_of, given
+from sparcel.delta.encoding import kernel_piece, kernel_pieces
 from sparcel.delta.pieces import Part, Piece, Weights, parts_of
 from sparcel.errors import FormatError, InputError, VersionError
 
@@ -89,13 +89,13 @@ class Found:
 
     The bits are new ones, until they are exchanged for the old ones. Places follow one another
     piece by piece; within a piece they come in the order of coding. Of tensors that are gone, there
-    are none. ``there`` are the elements to exchange them for, where these are in order on the host.
+    are none. ``held`` are the elements to exchange them for, where these are in order on the host.
     """
 
     chunk: Chunk
     places: Tensor | None
     bits: Tensor
-    there: list[_cpu.Piece] | None = None
+    held: list[_cpu.Piece] | None = None
 
     def pieces(self) -> Iterator[tuple[Piece, Tensor | None, Tensor]]:
         """Yield each piece that changes, the places in it, None for all, and their bits."""
@@ -125,17 +125,17 @@ class Found:
 
     def swap(self, parts: Mapping[str, Part]) -> None:
         """Exchange the bits for those of the elements: write new ones, or put old ones back."""
-        if self.there is not None and self.places is not None:
-            _cpu.delta_swap(self.there, self.places, self.bits)
+        if self.held is not None and self.places is not None:
+            _cpu.delta_swap(self.held, self.places, self.bits)
             return
         for i, (piece, places, bits) in enumerate(self.pieces()):
             part = parts[piece.name]
-            held = None if self.there is None else self.there[i][0]
-            if held is not None:
-                before = held.clone()
-                held.copy_(bits)
+            elements = None if self.held is None else self.held[i][0]
+            if elements is not None:
+                before = elements.clone()
+                elements.copy_(bits)
             else:
-                _, local = part.here(piece.numbers(places).to(part.local.device))
+                _, local = part.places_of(piece.numbers(places).to(part.local.device))
                 before = part.take(local).cpu()
                 part.put(local, bits)
             bits.copy_(before)
@@ -152,14 +152,14 @@ def found_in(chunk: Chunk, parts: Mapping[str, Part] | None) -> Found:
         return _all_found(chunk, parts)
     if chunk.code == "removed":
         if parts is not None:
-            old = elements_of(chunk.pieces, parts)
+            old = kernel_pieces(chunk.pieces, parts)
             _check_sum(chunk, -_cpu.delta_sum(old, chunk.layout.itemsize))
         none = torch.empty(0, dtype=torch.int32)
         return Found(chunk, none, none.to(chunk.layout.integers))
     on_device = parts is not None and not chunk.limits and not on_host(chunk, parts)
-    there = elements_of(chunk.pieces, None if on_device else parts)
+    held = kernel_pieces(chunk.pieces, None if on_device else parts)
     decoded = _cpu.delta_decode(
-        there,
+        held,
         *chunk.layout.coded,
         chunk.code == "steps",
         chunk.limits,
@@ -176,7 +176,7 @@ def found_in(chunk: Chunk, parts: Mapping[str, Part] | None) -> Found:
         return _found_on_device(Found(chunk, places, after), parts)
     if parts is not None:
         _check_sum(chunk, total)
-    return Found(chunk, places, after, there if _in_place(chunk, parts) else None)
+    return Found(chunk, places, after, held if _in_place(chunk, parts) else None)
 
 
 def new_tensors(found: Iterable[Found]) -> dict[str, Tensor]:
@@ -206,7 +206,7 @@ def on_host(chunk: Chunk, parts: Mapping[str, Part]) -> bool:
 
 
 def _in_place(chunk: Chunk, parts: Mapping[str, Part] | None) -> bool:
-    """Tell whether `elements_of` returns those of the tensors, and not copies."""
+    """Tell whether `kernel_pieces` returns those of the tensors, and not copies."""
     if parts is None or not on_host(chunk, parts):
         return False
     held = ((piece, parts[piece.name]) for piece in chunk.pieces)
@@ -251,7 +251,7 @@ def _found_on_device(found: Found, parts: Mapping[str, Part]) -> Found:
     for piece, places, values in found.pieces():
         part = parts[piece.name]
         numbers = piece.numbers(places).to(part.local.device)
-        here, local = part.here(numbers)
+        here, local = part.places_of(numbers)
         if not bool(here.all()):
             raise _not_this_base(chunk)
         before, after = part.take(local), values.to(part.local.device)
@@ -267,9 +267,9 @@ def _all_found(chunk: Chunk, parts: Mapping[str, Part] | None) -> Found:
     """Take all elements of a dense chunk."""
     itemsize, end = chunk.layout.itemsize, len(chunk.streams) - _cpu.CODE_SLACK
     after = torch.from_numpy(np.frombuffer(chunk.streams[:end], f"i{itemsize}").copy())
-    old = [] if parts is None else elements_of(chunk.pieces, parts)
+    old = [] if parts is None else kernel_pieces(chunk.pieces, parts)
     found = Found(chunk, None, after, old if _in_place(chunk, parts) else None)
     if chunk.new or parts is not None:
-        now = [given(piece, bits) for piece, _, bits in found.pieces()]
+        now = [kernel_piece(piece, bits) for piece, _, bits in found.pieces()]
         _check_sum(chunk, _cpu.delta_sum(now, itemsize) - _cpu.delta_sum(old, itemsize))
     return found

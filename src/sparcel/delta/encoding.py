@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -32,9 +32,6 @@ T = TypeVar("T")
 
 CODES = {"exponents": (_cpu.MOST_CLASSES, True), "steps": (1, True), "values": (1, False)}
 """How many classes of exponents a code has, and whether it holds steps or new values."""
-
-Given: TypeAlias = tuple[Tensor | None, int, int, int, int, int]
-"""A piece as the compiled kernels take it."""
 
 
 def encode(
@@ -142,17 +139,17 @@ def _jobs(
                 yield partial(_new, blank, part, piece)
 
 
-def given(piece: Piece, bits: Tensor | None) -> Given:
-    """Return a piece as the compiled kernels take it, with its bits on the host, if known."""
+def kernel_piece(piece: Piece, bits: Tensor | None) -> _cpu.Piece:
+    """Return a piece as the compiled kernels take it, with its bits on the host, or without any."""
     there = None if bits is None else bits.cpu()
     return (there, piece.count, piece.key, piece.first, piece.row, piece.stride)
 
 
-def elements_of(pieces: Iterable[Piece], parts: Mapping[str, Part] | None) -> list[Given]:
-    """Return pieces as the compiled kernels take them, with their bits, if parts are known."""
+def kernel_pieces(pieces: Iterable[Piece], parts: Mapping[str, Part] | None) -> list[_cpu.Piece]:
+    """Return pieces as the compiled kernels take them, with the bits that parts hold, if given."""
     if parts is None:
-        return [given(piece, None) for piece in pieces]
-    return [given(piece, parts[piece.name].gathered(piece)) for piece in pieces]
+        return [kernel_piece(piece, None) for piece in pieces]
+    return [kernel_piece(piece, parts[piece.name].gathered(piece)) for piece in pieces]
 
 
 def _changed(
@@ -164,9 +161,9 @@ def _changed(
 ) -> Chunk | None:
     layout = layout_of(pieces[0].dtype)
     classes, steps = CODES[code]
-    after = elements_of(pieces, now)
+    after = kernel_pieces(pieces, now)
     limits, changes, places, values, bits, total = _cpu.delta_encode(
-        elements_of(pieces, old), after, *layout.coded, classes, steps
+        kernel_pieces(pieces, old), after, *layout.coded, classes, steps
     )
     if not any(changes):
         return None
@@ -186,7 +183,9 @@ def _changed(
     )
 
 
-def _dense(blank: Chunk, pieces: list[Piece], now: list[Given], total: int, new: bool) -> Chunk:
+def _dense(
+    blank: Chunk, pieces: list[Piece], now: list[_cpu.Piece], total: int, new: bool
+) -> Chunk:
     return replace(
         blank,
         code="dense",
@@ -199,7 +198,7 @@ def _dense(blank: Chunk, pieces: list[Piece], now: list[Given], total: int, new:
 
 
 def _new(blank: Chunk, part: Part, piece: Piece) -> Chunk:
-    there = [given(piece, part.gathered(piece))]
+    there = [kernel_piece(piece, part.gathered(piece))]
     return _dense(blank, [piece], there, _cpu.delta_sum(there, piece.dtype.itemsize), new=True)
 
 
@@ -212,7 +211,7 @@ def sum_of(part: Part) -> int:
     """Return the sum (64 bits) of what a part's elements add to that of their version."""
     total = 0
     for piece in part.pieces():
-        total += _cpu.delta_sum([given(piece, part.gathered(piece))], piece.dtype.itemsize)
+        total += _cpu.delta_sum([kernel_piece(piece, part.gathered(piece))], piece.dtype.itemsize)
     return total % (1 << 64)
 
 

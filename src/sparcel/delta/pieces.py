@@ -200,7 +200,7 @@ class Part:
         return held.as_strided((held.numel(),), (1,)) if held.is_contiguous() else held
 
     @cached_property
-    def where(self) -> tuple[object, ...]:
+    def memory(self) -> tuple[object, ...]:
         """What parts with the same memory, and no others, have in common."""
         return *memory_of(self.local), self.piece.shape
 
@@ -239,7 +239,7 @@ class Part:
         if begin is not None:
             return self.elements(begin, begin + piece.count)
         numbers = piece.numbers(torch.arange(piece.count, device=self.local.device))
-        here, places = self.here(numbers)
+        here, places = self.places_of(numbers)
         if not bool(here.all()):
             raise InputError(
                 f"{piece.name} is cut otherwise here than where it was encoded; keep whole tensors"
@@ -247,7 +247,7 @@ class Part:
             )
         return self.take(places)
 
-    def here(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    def places_of(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Tell which elements of the whole tensor are here, and at which places these are."""
         mine, before = self.piece, numbers - self.piece.first
         places = before // mine.stride * mine.row + before % mine.stride
@@ -361,7 +361,7 @@ def owners(parts: Mapping[str, Part]) -> dict[str, str]:
     first: dict[tuple[object, ...], str] = {}
     names = {}
     for name in sorted(parts):
-        names[name] = first.setdefault(parts[name].where, name)
+        names[name] = first.setdefault(parts[name].memory, name)
     return {name: names[name] for name in parts}
 
 

@@ -128,7 +128,7 @@ class ShardedPublisher:
         return version
 
     def _owned(self, parts: Mapping[str, Part]) -> Mapping[str, Part]:
-        """Return what this rank tells; ranks ask one another if what they hold has changed."""
+        """Return what this rank publishes; all ranks compare what they hold if that has changed."""
         held = {name: part.piece for name, part in parts.items()}
         if any(self._comm.gather_numbers(int(held != self._held))):
             everywhere = _gathered(held, self._comm)
@@ -137,7 +137,7 @@ class ShardedPublisher:
         return {name: part for name, part in parts.items() if name in self._mine}
 
     def _is_recut(self, parts: Mapping[str, Part]) -> bool:
-        """Tell whether other ranks tell what this one has told of tensors that are still there."""
+        """Tell whether other ranks publish now what this one has published of the same tensors."""
 
         def kind(piece: Piece) -> tuple[object, ...]:
             return piece.name, piece.dtype, piece.shape
@@ -256,9 +256,9 @@ def _gathered(held: Mapping[str, Piece], comm: Communicator) -> Tensor:
 
 
 def owned(held: Mapping[str, Piece], everywhere: Tensor, rank: int) -> set[str]:
-    """Return the names of the tensors of which a rank tells what it holds.
+    """Return the names of the tensors whose elements a rank publishes, as far as it holds them.
 
-    Of ranks that hold the same elements, the first one does.
+    Of ranks that hold the same elements, the first one publishes them.
 
     Parameters
     ----------

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sparcel.delta.anchor import Whole, placed, whole_of, within
+from sparcel.delta.anchor import Whole, check_places, failing_as_file, whole_of
 from sparcel.delta.applying import Inverse, Prepared, Target, check_together, prepare
 from sparcel.delta.chunk import Version, read_chunk
 from sparcel.delta.decoding import Change
@@ -230,7 +230,7 @@ class Subscriber:
             whole = Whole(entry.version, tensors, self._target, self._given)
             return Ready(entry, self, self.version, whole)
         chunks = [read_chunk(chunk) for file in files for chunk in file.chunks()]
-        with within(entry.names):
+        with failing_as_file(entry.names):
             check_together(chunks)
         base = chunks[0].base
         made = base.after(chunks[0].target, sum(chunk.sum for chunk in chunks))
@@ -241,7 +241,7 @@ class Subscriber:
             )
         prepared = prepare(self._target, chunks, self.version)
         if self._given:
-            placed(entry.version, prepared.tensors, self._target, self._given)
+            check_places(entry.version, prepared.tensors, self._target, self._given)
         return Ready(entry, self, self.version, prepared)
 
     def _apply(self, entry: Entry, since: Version | None, step: Prepared | Whole) -> Update:

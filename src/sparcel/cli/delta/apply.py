@@ -65,7 +65,6 @@ class _Step:
     base: Version
     version: Version
     chunks: list[Chunk]
-    data: list[memoryview]
 
 
 def _steps(deltas: list[Path]) -> list[_Step]:
@@ -74,11 +73,10 @@ def _steps(deltas: list[Path]) -> list[_Step]:
     steps: list[_Step] = []
     for path in deltas:
         file = open_delta(path)
-        base, version, data = file.version("base"), file.version(), file.chunks()
+        base, version = file.version("base"), file.version()
         if not steps or (steps[-1].base, steps[-1].version) != (base, version):
-            steps.append(_Step(path, base, version, [], []))
-        steps[-1].chunks.extend(map(read_chunk, data))
-        steps[-1].data.extend(data)
+            steps.append(_Step(path, base, version, []))
+        steps[-1].chunks.extend(map(read_chunk, file.chunks()))
     return steps
 
 
@@ -141,7 +139,7 @@ def _patched(
     tensors = File(memoryview(memory), file.name).tensors()
     changed = 0
     for step in steps:
-        made = apply_(tensors, step.data)
+        made = apply_(tensors, step.chunks)
         if made.version.sum != step.version.sum:
             raise FormatError(f"{step.path} makes version {made.version}, not {step.version}")
         changed += made.changed

@@ -55,7 +55,7 @@ def diff(
     shown = console()
     with shown.status(f"comparing {old} with {new}"):
         found = _found(before, after, code, output)
-    shown.print(_table(found, after))
+    shown.print(_table(found, before, after))
     for remark in _remarks(before.tensors, after.tensors):
         shown.print(remark)
     if output is not None:
@@ -75,8 +75,6 @@ class _Found:
 
     by_dtype: dict[str, _Counts]
     bytes: int
-    appeared: int
-    gone: int
     base: Version
     version: Version
 
@@ -120,9 +118,7 @@ def _found(before: Checkpoint, after: Checkpoint, code: str, output: Path | None
             with replacing(output) as file:
                 chunks = list(_cut(waiting, lengths))
                 written = sum(file.write(part) for part in delta_file(chunks, base, version))
-    appeared = len(after.tensors.keys() - before.tensors.keys())
-    gone = len(before.tensors.keys() - after.tensors.keys())
-    return _Found(dict(counts), written, appeared, gone, base, version)
+    return _Found(counts, written, base, version)
 
 
 def _changed(chunk: Chunk, before: Mapping[str, Tensor]) -> int:
@@ -152,7 +148,7 @@ def _cut(waiting: IO[bytes], lengths: list[int]) -> Iterator[memoryview]:
         begin += length
 
 
-def _table(found: _Found, after: Checkpoint) -> Table:
+def _table(found: _Found, before: Checkpoint, after: Checkpoint) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column()
     table.add_column(justify="right")
@@ -164,8 +160,10 @@ def _table(found: _Found, after: Checkpoint) -> Table:
         of = f"of {counts.elements:,}: {share(counts.changed, counts.elements)}"
         each = f", {bits_each(counts.bytes, counts.changed)} bits each" if counts.changed else ""
         table.add_row(f"  {name}", f"{counts.changed:,}", of + each)
-    if found.appeared or found.gone:
-        table.add_row("tensors", f"{found.appeared:,} new", f"{found.gone:,} gone")
+    if before.tensors.keys() != after.tensors.keys():
+        appeared = len(after.tensors.keys() - before.tensors.keys())
+        gone = len(before.tensors.keys() - after.tensors.keys())
+        table.add_row("tensors", f"{appeared:,} new", f"{gone:,} gone")
     table.add_row("bits a changed element", bits_each(found.bytes, found.changed))
     table.add_row("delta", size(found.bytes), f"{found.bytes:,} bytes")
     full = sum(tensor.nbytes for tensor in after.tensors.values())

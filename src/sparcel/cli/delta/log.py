@@ -12,7 +12,7 @@ from sparcel.cli.delta.places import StorePlace, index_of, open_store
 from sparcel.cli.delta.shown import age, bits_each, console, share, size
 
 if TYPE_CHECKING:
-    from sparcel.delta.index import Index
+    from sparcel.delta import Index
 
 
 def log(store: StorePlace) -> None:

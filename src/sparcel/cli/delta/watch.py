@@ -16,8 +16,7 @@ from sparcel.cli.options import check_output
 from sparcel.errors import FormatError, InputError, VersionError
 
 if TYPE_CHECKING:
-    from sparcel.delta import Subscriber, Version
-    from sparcel.delta.index import Entry, Index
+    from sparcel.delta import Entry, Index, Version
 
 _FILE = "model.safetensors"
 
@@ -56,12 +55,14 @@ def watch(
 
 class _Watching:
     def __init__(self, place: str, file: Path | None) -> None:
+        from sparcel.delta import Subscriber
+
         self._place, self._store, self._file = place, open_store(place), file
         self._console = console()
         self._shown: int | None = None
         self._said = ""
         self._written: Version | None = None
-        self._subscriber: Subscriber | None = None
+        self._subscriber = Subscriber(self._store)
         self._idle = self._interrupted = False
 
     def go_on(self, every: float) -> None:
@@ -102,10 +103,9 @@ class _Watching:
     def _keep(self, file: Path) -> None:
         """Make the file the newest version."""
         from sparcel._files import replacing
-        from sparcel.delta import Subscriber
         from sparcel.delta.files import anchor_file
 
-        reader = self._subscriber = self._subscriber or Subscriber(self._store)
+        reader = self._subscriber
         reader.update()
         if reader.version is None or reader.version == self._written:
             return
@@ -119,14 +119,11 @@ class _Watching:
         newest = index.newest
         assert newest is not None, "there is a version"
         after = newest.number - 1 if self._shown is None else self._shown
-        best: dict[int, Entry] = {}
-        for entry in index.entries:
-            number = entry.version.number
-            there = best.get(number)
-            if number > after and (there is None or _rank(entry) > _rank(there)):
-                best[number] = entry
+        # Of the entries of a version, the last one stays.
+        best = {entry.version.number: entry for entry in sorted(index.entries, key=_rank)}
         for number in sorted(best):
-            self._console.print(_line(best[number]))
+            if number > after:
+                self._console.print(_line(best[number]))
         self._shown = newest.number
 
     def _say(self, what: str) -> None:
