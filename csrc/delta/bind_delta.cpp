@@ -61,12 +61,6 @@ nb::list as_list(const T* numbers, size_t count) {
     return list;
 }
 
-nb::tuple coded_tuple(const Streams& streams, const Classes& classes, uint64_t sum) {
-    return nb::make_tuple(as_list(classes.limits, classes.count - 1),
-                          as_list(classes.changes, classes.count), as_bytes(streams.coded.places),
-                          as_bytes(streams.coded.values), as_bytes(streams.coded.bits), sum);
-}
-
 // Codes how the elements of `now` differ from those of `old`. Returns the limits of the classes,
 // the changes in each, the streams of places, values and bits, and what the changes add to the sum.
 nb::object encode(const Arrays& old_arrays, const Arrays& now_arrays, size_t itemsize, bool floats,
@@ -97,13 +91,15 @@ nb::object encode(const Arrays& old_arrays, const Arrays& now_arrays, size_t ite
             sum = hashed_changes(old, changes.view(), count);
             streams = code_changes(changes.view(), count, ranks, layout, classes, steps);
         }
-        return coded_tuple(streams, classes, sum);
+        return nb::make_tuple(as_list(classes.limits, classes.count - 1),
+                              as_list(classes.changes, classes.count),
+                              as_bytes(streams.coded.places), as_bytes(streams.coded.values),
+                              as_bytes(streams.coded.bits), sum);
     });
 }
 
-// Returns places, old values and new values, and what the changes add to the sum; or None if the
-// streams are not what they should be. Where the elements of a piece are not given, old values are
-// 0 and steps stand for new values.
+// Returns places, new values, and what the changes add to the sum; or None if the streams are not
+// what they should be. Where the elements of a piece are not given, steps stand for new values.
 nb::object decode(const Arrays& arrays, size_t itemsize, bool floats, unsigned fraction, bool steps,
                   const std::vector<uint8_t>& limits, const std::vector<uint64_t>& counts,
                   const Bytes& data, size_t values_begin, size_t bits_begin, size_t end) {
@@ -144,7 +140,6 @@ nb::object decode(const Arrays& arrays, size_t itemsize, bool floats, unsigned f
         }();
         if (!decoded) return nb::none();
         return nb::make_tuple(give(std::move(changes.places), changed, dtype_of<int32_t>()),
-                              give(std::move(changes.before), changed, signed_dtype<Word>()),
                               give(std::move(changes.after), changed, signed_dtype<Word>()), sum);
     });
 }

@@ -139,7 +139,7 @@ def test_every_dtype_and_step(dtype: torch.dtype) -> None:
 LENGTHS = (*range(4), *range(62, 67), *range(126, 131), 192, 256, 320, 447, 448, 449, 2048, 2112)
 
 
-@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("code", ["exponents", "values"])
 @pytest.mark.parametrize("size", LENGTHS)
 def test_every_length_and_number_of_changes(code: str, size: int) -> None:
     """Of a tensor beside another one, with exponents of several classes."""
@@ -446,9 +446,8 @@ def refused(
         assert all(target[name] is there[name] for name in there)
 
 
-@pytest.mark.parametrize("code", CODES)
-def test_a_chunk_is_missing_or_there_twice(code: str) -> None:
-    chunks = chunks_between(SECOND, FIRST, ONE, code)
+def test_a_chunk_is_missing_or_there_twice() -> None:
+    chunks = chunks_between(SECOND, FIRST, ONE)
     assert len(chunks) > 5
     for i in range(len(chunks)):
         refused(chunks[:i] + chunks[i + 1 :], match="is not whole")
@@ -456,13 +455,9 @@ def test_a_chunk_is_missing_or_there_twice(code: str) -> None:
     refused([], match="there are no chunks")
 
 
-@pytest.mark.parametrize("code", CODES)
-def test_chunks_of_several_versions(code: str) -> None:
+def test_chunks_of_several_versions() -> None:
     """Also where the second delta fits once the first is written."""
-    first, second = (
-        chunks_between(SECOND, FIRST, ONE, code),
-        chunks_between(THIRD, SECOND, TWO, code),
-    )
+    first, second = chunks_between(SECOND, FIRST, ONE), chunks_between(THIRD, SECOND, TWO)
     refused(first + second, match="chunks of different versions|is not there|does not fit")
     refused(second + first)
     refused(first[:-1] + second[-1:])

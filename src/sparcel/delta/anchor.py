@@ -34,7 +34,7 @@ class Whole:
         self._written = {n: part for n, part in parts if self._places[n] is not tensors[n]}
 
     def apply(self) -> None:
-        """Write it to the weights, or keep it as these."""
+        """Write it into the target's tensors; a mapping also gets the tensors that it lacks."""
         if _memory(self._target) != self._there:
             raise VersionError("tensors were replaced since this was prepared; prepare again")
         self.waits = False
@@ -84,7 +84,7 @@ def check_places(
     if wrong:
         raise VersionError(
             f"version {version} has other tensors than the weights given, or ties others:"
-            f" {wrong[:3]}; {_difference(wrong[0], theirs, ours, there, here)}; begin with weights"
+            f" {wrong[:3]}; {_difference(wrong[0], theirs, ours)}; begin with weights"
             " that have its tensors and ties, or without any"
         )
     return places
@@ -94,23 +94,19 @@ def _kind(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def _difference(
-    name: str,
-    theirs: Mapping[str, Tensor],
-    ours: Mapping[str, Tensor],
-    there: Mapping[str, str],
-    here: Mapping[str, str],
-) -> str:
-    """Tell in what a tensor of a version and one of weights differ."""
+def _difference(name: str, theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> str:
+    """Say how a version's tensor differs from the target's tensor of the same name."""
     if name not in theirs or name not in ours:
         return f"{name!r} is missing in the {'weights' if name in theirs else 'version'}"
     if _kind(theirs[name]) != _kind(ours[name]):
         return f"{name!r} is {_kind(theirs[name])} there, and {_kind(ours[name])} here"
-    tied = [
-        [other for other in owner if owner[other] == owner[name] and other != name]
-        for owner in (there, here)
-    ]
-    return f"{name!r} is tied to {tied[0] or 'none'} there, and to {tied[1] or 'none'} here"
+    there, here = (_tied_to(name, those) or "none" for those in (theirs, ours))
+    return f"{name!r} is tied to {there} there, and to {here} here"
+
+
+def _tied_to(name: str, tensors: Mapping[str, Tensor]) -> list[str]:
+    owner = owners(parts_of(tensors))
+    return [other for other in owner if owner[other] == owner[name] and other != name]
 
 
 def whole_of(files: list[File]) -> dict[str, Tensor]:

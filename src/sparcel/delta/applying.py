@@ -48,7 +48,7 @@ class Prepared:
     _added: Mapping[str, Tensor] = field(repr=False)
     _ties: Mapping[str, str] = field(repr=False)
     _copies: Mapping[str, str] = field(repr=False)
-    """Tensors of a module that a version ties to others, which are apart there."""
+    """Names of tensors that the version ties to others, but that the module keeps as copies."""
     _changed: int = field(repr=False)
     _kept: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _state: str = field(default="prepared", repr=False)
@@ -66,7 +66,7 @@ class Prepared:
     def _exchange(
         self, before: str, after: str, gone: Mapping[str, Tensor], added: Mapping[str, Tensor]
     ) -> None:
-        """Exchange values, and tensors that go for new ones; if that fails, nothing is changed."""
+        """Exchange values, remove tensors and add others; if that fails, nothing is changed."""
         if self._state != before:
             raise VersionError(f"this step is {self._state} already; prepare another one")
         tensors = tensors_of(self._target)
@@ -89,7 +89,7 @@ class Prepared:
         self._state = after
 
     def _check_there(self, tensors: Mapping[str, Tensor], gone: Iterable[str]) -> None:
-        """Raise VersionError unless what changes or goes is where it was."""
+        """Raise VersionError unless the tensors that change or go are still the same ones."""
         changing = {piece.name for one in self._found for piece in one.chunk.pieces}
         for name in sorted(changing.union(gone)):
             there = name in tensors
@@ -144,7 +144,7 @@ class Inverse:
         return self._step._state == "written"
 
     def changes(self) -> Iterator[Change]:
-        """Yield what has changed in each tensor, with the new values; of tied ones, in each."""
+        """Yield what has changed in each tensor, under each of its names, with the new values."""
         return self._step._changes() if self.waits else iter(())
 
     def undo(self) -> None:
@@ -155,10 +155,10 @@ class Inverse:
 def swap_all(
     found: Iterable[Found], parts: Mapping[str, Part], begun: list[Found] | None = None
 ) -> None:
-    """Exchange what was found for what parts are; if that fails, undo what is done.
+    """Exchange the values of all chunks with those of the parts; if that fails, undo it.
 
-    ``begun`` is filled with what may be exchanged. After an error it is empty if all is undone: a
-    chunk in which the error came, or a second interrupt, may be written in part.
+    ``begun`` lists the chunks whose exchange has begun. After an error it is empty if all is
+    undone, but not if the error came within a chunk, or after a second interrupt.
     """
     begun, done, ended = [] if begun is None else begun, list[Found](), Event()
 
@@ -265,7 +265,7 @@ def check_together(chunks: list[Chunk]) -> None:
 def _check_names(
     module: bool, version: Version, there: Set[str], added: Set[str], leaving: Set[str]
 ) -> None:
-    """Raise VersionError unless tensors can appear and vanish as a delta says."""
+    """Raise VersionError unless a delta's new tensors can appear, and its old ones vanish."""
     if module and (added or leaving):
         names = ", ".join(sorted(added | leaving)[:3])
         raise VersionError(
@@ -281,7 +281,7 @@ def _check_names(
 
 
 def _check_copies(version: Version, copies: Mapping[str, str], parts: Mapping[str, Part]) -> None:
-    """Raise VersionError unless tensors that a version ties are alike where they are not tied."""
+    """Raise VersionError unless the tensors to tie have the same dtype, shape and shard."""
     for alias, name in copies.items():
         if replace(parts[alias].piece, name=name) != parts[name].piece:
             raise VersionError(f"version {version} ties {alias} to {name}, which is unlike it here")
@@ -355,7 +355,7 @@ def assign_(target: Weights, changes: Iterable[Change]) -> None:
 
 
 def _check_change(part: Part, values: Tensor, change: Change) -> None:
-    """Raise InputError unless a change is one of a part's tensor."""
+    """Raise InputError unless a change fits the part's tensor."""
     piece, indices = part.piece, change.indices
     kind = piece.dtype, piece.shape
     if kind != (change.dtype, change.shape) or kind != (values.dtype, change.shape):

@@ -21,8 +21,8 @@ _RARE = 128
 """One in so many elements, those with the smallest magnitudes, is noted whole."""
 
 _MOST = 16
-"""Where more than one in so many would be, as among weights of which many are zero, all are copied:
-each takes up to ten bytes more."""
+"""If more than one in so many would be noted whole, as where many weights are zero, all are copied:
+an element noted whole takes up to ten bytes more."""
 
 _AT_ONCE = 1 << 20
 """Elements that are looked at together."""
@@ -62,7 +62,7 @@ def copied(parts: Mapping[str, Part], file: Path | None = None) -> dict[str, Ten
 
 
 def _make(file: Path, size: int) -> None:
-    """Make a file that has its room on the disk: a write to mapped memory without it kills."""
+    """Make a file and reserve its blocks: a write to mapped memory without blocks kills."""
     file.unlink(missing_ok=True)
     with file.open("xb") as made:
         try:
@@ -73,13 +73,13 @@ def _make(file: Path, size: int) -> None:
 
 
 def _padded(size: int) -> int:
-    """Return the room of a tensor: an empty one has some, or it would be tied to the next."""
+    """Return the bytes set aside for a tensor; an empty one has some, or it would look tied."""
     return -(-max(size, 1) // _ALIGNED) * _ALIGNED
 
 
 @dataclass(frozen=True)
 class RememberedPart(Part):
-    """What a part was, told from what it is.
+    """What a part was, recalled from what it is now.
 
     An element's place in the order of values has moved little, so its last eight bits tell which it
     was. Elements with the smallest magnitudes, which may move far, are noted whole.
@@ -100,7 +100,7 @@ class RememberedPart(Part):
 
 
 def remembered(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
-    """Note what tensors are, until a step has changed them in place; tied ones stay tied.
+    """Note what tensors are before a step changes them in place; tied ones stay tied.
 
     An element that moves by 128 units in the last place or more is recalled wrong, unless it is
     among the smallest. The sum of the version tells it.

@@ -95,13 +95,13 @@ def bits_of(elements: Tensor) -> Tensor:
 
 @lru_cache(1 << 14)
 def key_of(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Return the number (64 bits) that tells a tensor's elements from those of other tensors."""
+    """Return the number (64 bits) that stands for a tensor in sums."""
     what = repr((name, str(dtype), tuple(shape))).encode()
     return int.from_bytes(hashlib.blake2b(what, digest_size=8).digest(), "little")
 
 
 def stepped(before: Tensor, steps: Tensor, floats: bool) -> Tensor:
-    """Return the bits that lie so many units in the last place from others, as integers.
+    """Return the bits, as integers, that lie so many units in the last place from others.
 
     Floats are counted in the order of their values, in which −0 comes right before 0.
     """

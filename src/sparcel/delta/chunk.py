@@ -17,7 +17,7 @@ from sparcel.delta.pieces import MOST_DIMS, MOST_PIECES, Piece, whole_piece
 from sparcel.errors import FormatError, InputError
 
 WRONG = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
-"""What Python raises where something else is read than was expected."""
+"""What Python raises when data have another form than was expected."""
 _START = struct.Struct("<4sIII")
 _MAGIC = b"SPD1"
 _MOST_HEADER = 16 << 20
@@ -32,7 +32,7 @@ the new values of all elements, or nothing, because the tensor is gone."""
 
 @contextmanager
 def malformed(what: str) -> Iterator[None]:
-    """Raise FormatError if the block, which reads what a file states, meets anything unexpected."""
+    """Raise FormatError if the block, which parses something, meets anything unexpected."""
     try:
         yield
     except (*WRONG, zlib.error) as error:
@@ -47,7 +47,7 @@ class Version:
     sum: int
 
     def after(self, number: int, change: int) -> Version:
-        """Return the version with a number that changes make, which add so much to the sum."""
+        """Return the version that has this number, and this change of the sum."""
         return Version(number, (self.sum + change) % (1 << 64))
 
     def stated(self) -> tuple[int, str]:

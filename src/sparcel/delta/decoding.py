@@ -17,7 +17,7 @@ from sparcel.delta.pieces import Part, Piece, Weights, parts_of
 from sparcel.errors import FormatError, InputError, VersionError
 
 FETCH = "fetch a full version, as `Subscriber.reload()` does"
-"""What to do with weights that are not what a delta is for."""
+"""The advice when a delta does not fit the weights."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Found:
 
 
 def found_in(chunk: Chunk, parts: Mapping[str, Part] | None) -> Found:
-    """Decode a chunk, and check it by the old weights, if these are known and it changes them."""
+    """Decode a chunk, and check it against the old weights, where these are given."""
     if chunk.new:
         parts = None
     if parts is not None:
@@ -171,7 +171,7 @@ def found_in(chunk: Chunk, parts: Mapping[str, Part] | None) -> Found:
     )
     if decoded is None:
         raise _not_this_base(chunk)
-    places, _, after, total = decoded
+    places, after, total = decoded
     if on_device and parts is not None:
         return _found_on_device(Found(chunk, places, after), parts)
     if parts is not None:

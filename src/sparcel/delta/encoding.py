@@ -43,7 +43,7 @@ def encode(
     target: int | None = None,
     shard: tuple[int, int] = (0, 1),
 ) -> Iterator[bytes]:
-    """Yield the chunks that make ``tensors`` of ``base``.
+    """Yield the chunks that turn ``base`` into ``tensors``.
 
     Tensors are compared bit by bit: NaN payloads and −0 count. Those that appear, vanish, or change
     their dtype or shape are allowed. Tensors may be on any device, contiguous or not, and DTensors,
@@ -97,7 +97,7 @@ def encode_parts(
     target: int,
     shard: tuple[int, int] = (0, 1),
 ) -> Iterator[bytes]:
-    """Yield the chunks that make parts of tensors of others: see `encode`."""
+    """Yield the chunks that turn the parts ``old`` into ``now``: see `encode`."""
     ties = ties_of(now)
     no_more = tuple(name for name in ties_of(old) if name not in ties)
     blank = Chunk(since, target, "removed", layout_of(torch.uint8), (), 0, *shard)
@@ -115,7 +115,7 @@ def encode_parts(
 def _jobs(
     now: Mapping[str, Part], old: Mapping[str, Part], code: str, blank: Chunk
 ) -> Iterator[Callable[[], Chunk | None]]:
-    """Yield what fills each chunk: tensors of one dtype side by side until it is full."""
+    """Yield a job for each chunk; a chunk takes tensors of one dtype until it is full."""
     kept = {name for name, part in now.items() if name in old and part.piece == old[name].piece}
     for name, part in old.items():
         if name not in kept and (part.piece.count or not part.piece.size):

@@ -25,7 +25,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _MOST_HEADER = 100_000_000
 _CHUNK = "chunk."
 METADATA = "__metadata__"
-"""The name in a header that is no tensor's."""
+"""The one name in a header that is not a tensor's."""
 
 
 def check_storable(parts: Mapping[str, Part]) -> None:

@@ -94,7 +94,7 @@ class Index:
         return replace(self, entries=(*self.entries, *entries))
 
     def pruned(self, lag: int) -> Index:
-        """Return the index without what nobody needs who is at most ``lag`` versions behind.
+        """Return the index without what no reader needs who is at most ``lag`` versions behind.
 
         All is kept from the last anchor on that was there when the newest version but ``lag`` was.
         So whoever has one of the last versions finds every delta since, and whoever began to read
@@ -294,7 +294,7 @@ class Ledger:
 
     @contextmanager
     def _telling_of_others(self) -> Iterator[None]:
-        """Raise what is due if a file has gone, because another publisher has removed it."""
+        """Raise VersionError instead, if a file is missing because another publisher removed it."""
         try:
             yield
         except (FileNotFoundError, InputError) as error:

@@ -57,7 +57,7 @@ class Piece:
 
     @property
     def key(self) -> int:
-        """What tells the tensor's elements from those of other tensors."""
+        """The number that stands for the tensor in sums."""
         return key_of(self.name, self.dtype, self.shape)
 
     @property
@@ -140,7 +140,7 @@ def piece_of_shard(name: str, tensor: DTensor) -> Piece:
 
 
 def _is_interleaved(tensor: DTensor) -> bool:
-    """Tell whether a shard has gaps: it is cut for others to cut it before, and they do not."""
+    """Tell whether a shard has gaps: it leaves room for a cut that no other dimension makes."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     cuts = list(zip(tensor.device_mesh.shape, tensor.placements, strict=True))
@@ -215,7 +215,7 @@ class Part:
         return rows[begin - first * each : end - first * each]
 
     def begin_of(self, piece: Piece) -> int | None:
-        """Return where a piece begins, if its elements follow one another here."""
+        """Return the place of a piece's first element, if its elements are consecutive here."""
         mine, before = self.piece, piece.first - self.piece.first
         if mine.ranges:
             there = piece.ranges and 0 <= before <= mine.count - piece.count
@@ -349,7 +349,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> tuple[object, ...]:
-    """Return where the elements are that this process holds of a tensor."""
+    """Return what identifies the memory that holds this process's elements of a tensor."""
     local = local_of(tensor)
     # Empty ones have no address, but ties must hold on ranks with an empty shard as well.
     address = local.data_ptr() or (local.untyped_storage()._cdata, local.storage_offset())
@@ -357,7 +357,7 @@ def memory_of(tensor: Tensor) -> tuple[object, ...]:
 
 
 def owners(parts: Mapping[str, Part]) -> dict[str, str]:
-    """Return for each name the first one, in alphabetical order, of a part with the same memory."""
+    """Return, for each name, the alphabetically first name of the parts with the same memory."""
     first: dict[tuple[object, ...], str] = {}
     names = {}
     for name in sorted(parts):
@@ -371,5 +371,5 @@ def ties_of(parts: Mapping[str, Part]) -> dict[str, str]:
 
 
 def untied(parts: Mapping[str, Part]) -> dict[str, Part]:
-    """Return the parts without those that are tied to another: that have its memory."""
+    """Return one part, the owner, of all that share the same memory."""
     return {name: parts[name] for name, owner in owners(parts).items() if name == owner}

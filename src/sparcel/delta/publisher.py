@@ -146,7 +146,7 @@ class Publisher:
     def _publish_bracketed(
         self, tensors: dict[str, Tensor], parts: Mapping[str, Part], number: int
     ) -> Version:
-        """Publish what has changed since weights were noted, if that tells all, and note them."""
+        """Publish a delta from the noted weights if its sum is right, else an anchor."""
         noted, self._noted = self._noted, {}  # until the new ones are noted
         self._base, version = tensors, version_of(tensors, number)
         told = self.version and noted and self._delta(parts, noted, self.version, number)
@@ -186,7 +186,7 @@ class Publisher:
         self._ledger.commit(base, version, (name,), size, self._elements(), changed)
 
     def _publish_anchor(self) -> None:
-        """Publish the last version as a whole, and what makes it of the anchor before."""
+        """Publish the last version as an anchor, and a delta to it from the anchor before."""
         assert self.version is not None, "there is a version"
         before = self._last_anchor()
         steps = [entry for entry in self._index.entries if entry.version == self.version]
@@ -197,7 +197,7 @@ class Publisher:
         self._commit_anchor(self.version)
 
     def _merged(self, store: Folder, before: Entry, version: Version) -> _Delta | None:
-        """Return what makes the version of an anchor, or None if that is not what it was."""
+        """Return the delta from an anchor to the version, or None if the anchor is damaged."""
         name = before.names[0]  # others follow where ranks wrote chunks, which are no tensors
         try:
             old = parts_of(File(store.mapped(name), name).tensors())

@@ -29,7 +29,7 @@ from sparcel.errors import InputError, MismatchError, VersionError, known
 T = TypeVar("T")
 
 _NOTHING = Version(0, 0)
-"""What a whole model is told from: the version without tensors."""
+"""The version without tensors, which is the base of whole models."""
 
 
 class ShardedPublisher:

@@ -23,7 +23,7 @@ from sparcel.delta.stores import Store, store_at
 from sparcel.errors import FormatError, InputError, VersionError
 
 _TRIES = 3
-"""How often a way is looked for, while a publisher removes what was on it."""
+"""How often a missing file is looked up anew in the index, before it is avoided."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ class Subscriber:
 
     @contextmanager
     def _writing(self, step: Prepared | Inverse | Whole) -> Iterator[None]:
-        """Be at no version while a step is written, and again at the last one if it was not."""
+        """Set no version while a step is written, and the last one again if nothing was written."""
         before = self.version, self._inverse
         self.version = self._inverse = None
         try:

@@ -204,7 +204,7 @@ def index_of(place: str, store: Store) -> Index:
 
 @contextmanager
 def writing(output: Path | None) -> Iterator[None]:
-    """Tell errors of the block as those of the output, not of a file that becomes it."""
+    """Turn an OSError about a temporary file into one that names the output."""
     try:
         yield
     except OSError as error:

@@ -114,7 +114,7 @@ class _Checking:
         """How each version can be made: by a whole model, and the deltas after it."""
 
     def read(self, entry: Entry) -> None:
-        """Compare the files of an entry with what it and they state."""
+        """Check the files of an entry against what the index and the files state."""
         files = self._open(entry)
         if files is None:
             return
@@ -195,7 +195,7 @@ class _Checking:
         return tensors if all(self._apply(step, tensors, undo=False) for step in steps) else None
 
     def _follow(self, now: Version, tensors: dict[str, Tensor]) -> None:
-        """Try what is left from a version on, and go on with the nearest that can be reached."""
+        """Try the deltas from a version, and go on from the nearest version that they reach."""
         reached: Version | None = now
         while reached is not None:
             now, reached = reached, None

@@ -134,7 +134,7 @@ class _Watching:
 
 
 def _rank(entry: Entry) -> int:
-    """Prefer the delta from the nearest version, to other deltas, to the whole model."""
+    """Rank the delta from the nearest version above other deltas, and these above whole models."""
     return -1 if entry.base is None else entry.base.number
 
 
