@@ -110,13 +110,9 @@ class Prepared:
         for alias, name in self._ties.items():
             if alias not in self._added:
                 names[name].append(alias)
-        for piece, places in ((p, places) for one in self._found for p, places, _ in one.pieces()):
-            numbers = piece.numbers(places if places is None else places.sort().values)
-            part = self._parts[piece.name]
-            _, local = part.places_of(numbers.to(part.local.device))
-            values = part.take(local).cpu().view(piece.dtype)
-            for name in (piece.name, *names[piece.name]):
-                yield Change(name, piece.dtype, piece.shape, numbers, values)
+        for change in (change for one in self._found for change in one.changes(self._parts)):
+            for name in (change.name, *names[change.name]):
+                yield replace(change, name=name)
 
 
 @dataclass

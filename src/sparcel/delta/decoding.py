@@ -111,8 +111,8 @@ class Found:
                 begin = end
             first = last
 
-    def changes(self) -> Iterator[Change]:
-        """Yield what changes in each tensor, if the bits are new ones."""
+    def changes(self, written_to: Mapping[str, Part] | None = None) -> Iterator[Change]:
+        """Yield what changes in each tensor; once it is written, the parts have the new bits."""
         if self.chunk.code == "removed":
             for piece in self.chunk.pieces:
                 yield Change.gone(piece.name, piece.dtype, piece.shape)
@@ -120,7 +120,12 @@ class Found:
             if places is not None:
                 places, order = places.sort()
                 bits = bits[order]
-            numbers, values = piece.numbers(places), bits.view(piece.dtype)
+            numbers = piece.numbers(places)
+            if written_to is not None:
+                part = written_to[piece.name]
+                _, local = part.places_of(numbers.to(part.local.device))
+                bits = part.take(local).cpu()
+            values = bits.view(piece.dtype)
             yield Change(piece.name, piece.dtype, piece.shape, numbers, values, self.chunk.new)
 
     def swap(self, parts: Mapping[str, Part]) -> None:
