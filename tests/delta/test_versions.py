@@ -431,19 +431,6 @@ def test_a_publisher_that_only_looks_takes_nothing_away(tmp_path: Path) -> None:
     assert same(subscriber.tensors, models[2])
 
 
-def test_what_killed_publishers_leave_behind_is_removed(tmp_path: Path) -> None:
-    store, models = Folder(tmp_path), history(3)
-    publish(Publisher(store), models[:2])
-    writer = "0123456789abcdef"
-    anchor = f"anchor-0000000007-{writer}.safetensors.{writer}.part"
-    left = [f"delta-0000000001-0000000002-{writer}.safetensors", anchor, f"{INDEX}.{writer}.part"]
-    for name in [*left, "notes.txt"]:
-        (tmp_path / name).write_bytes(b"left")
-    Publisher(store).publish(models[2])
-    assert not set(left) & set(store.names())
-    assert "notes.txt" in store.names()
-
-
 @given(st.integers(0, 5), st.integers(0, 3), st.booleans())
 def test_a_resumed_trainer_with_other_weights(
     folders: Folders, before: int, back: int, in_file: bool
