@@ -191,20 +191,19 @@ class Publisher:
         before = self._last_anchor()
         steps = [entry for entry in self._index.entries if entry.version == self.version]
         if isinstance(self._store, Folder) and all(e.base != before.version for e in steps):
-            merged = self._merged(self._store, before, self.version)
-            if merged:
-                self._commit_delta(merged)
+            self._publish_merged(self._store, before, self.version)
         self._commit_anchor(self.version)
 
-    def _merged(self, store: Folder, before: Entry, version: Version) -> _Delta | None:
-        """Return the delta from an anchor to the version, or None if the anchor is damaged."""
+    def _publish_merged(self, store: Folder, before: Entry, version: Version) -> None:
+        """Publish a delta from an anchor to the version, unless the anchor is damaged."""
         name = before.names[0]  # others follow where ranks wrote chunks, which are no tensors
         try:
             old = parts_of(File(store.mapped(name), name).tensors())
         except (FormatError, OSError):
-            return None
+            return
         merged = self._delta(parts_of(self._base), old, before.version, version.number)
-        return merged if merged.version == version else None
+        if merged.version == version:
+            self._commit_delta(merged)
 
     @property
     def _index(self) -> Index:

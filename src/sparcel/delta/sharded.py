@@ -121,7 +121,8 @@ class ShardedPublisher:
             version = self._publish_delta(parts, since, number)
             self._deltas += 1
         if since is None or self._deltas >= self._anchor_every:
-            version = self._publish_whole(number)
+            whole = self._together(lambda: self._coded(self._base, {}, _NOTHING, number))
+            version = self._write(whole, None, number)
             self._deltas = 0
         self._on_first(self._ledger.prune)
         self._based = version
@@ -167,10 +168,6 @@ class ShardedPublisher:
 
         self._together(follow)
         return version
-
-    def _publish_whole(self, number: int) -> Version:
-        chunks = self._together(lambda: self._coded(self._base, {}, _NOTHING, number))
-        return self._write(chunks, None, number)
 
     def _coded(
         self, now: Mapping[str, Part], old: Mapping[str, Part], since: Version, number: int
