@@ -197,16 +197,12 @@ def _header(packed: memoryview) -> dict[str, Any]:
     text = unpacker.decompress(packed, _MOST_HEADER)
     if not unpacker.eof:
         raise ValueError(f"it is torn, or longer than {_MOST_HEADER} bytes")
-    header = json.loads(text)
-    if not isinstance(header, dict):
-        raise TypeError(type(header).__name__)
+    header: dict[str, Any] = json.loads(text)
     return header
 
 
 def _parsed(header: dict[str, Any], rest: memoryview) -> Chunk:
-    layout = NAMED.get(header["dtype"])
-    if layout is None:
-        raise ValueError(f"unknown dtype {header['dtype']!r}")
+    layout = NAMED[header["dtype"]]
     if header["code"] not in CHUNK_CODES:
         raise ValueError(f"unknown code {header['code']!r}")
     places, values, others = (_whole(length) for length in header["streams"])
