@@ -131,7 +131,7 @@ def pairs(draw: st.DrawFn) -> tuple[Tensors, Tensors]:
     return sides
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(pairs(), st.sampled_from(CODES))
 def test_apply_makes_of_the_old_checkpoint_the_new_one(
     versions: tuple[Tensors, Tensors], code: str

@@ -431,13 +431,13 @@ def test_a_publisher_that_only_looks_takes_nothing_away(tmp_path: Path) -> None:
     assert same(subscriber.tensors, models[2])
 
 
-@given(st.integers(0, 5), st.integers(0, 3), st.booleans())
+@given(st.integers(0, 3), st.integers(0, 2), st.booleans())
 def test_a_resumed_trainer_with_other_weights(
     folders: Folders, before: int, back: int, in_file: bool
 ) -> None:
     """It may have gone back to a checkpoint, or have learned more; versions go on."""
     path = folders()
-    store, models = Folder(path), history(10)
+    store, models = Folder(path), history(7)
     publish(Publisher(store, anchor_every=3), models[: before + 1])
     subscriber = Subscriber(store)
     subscriber.update()
