@@ -16,7 +16,7 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 VALUE_DTYPES = (*FLOAT_DTYPES, torch.int32, torch.int64)
 
 
-def whole_number(
+def checked_whole(
     value: object,
     name: str,
     at_least: int | None = None,
@@ -31,11 +31,11 @@ def whole_number(
     given = _plain(value)
     if not isinstance(given, int) or isinstance(given, bool):
         raise _refusal(name, "be a whole number", given, hint)
-    number(given, name, at_least=at_least, at_most=at_most, hint=hint)
+    checked_number(given, name, at_least=at_least, at_most=at_most, hint=hint)
     return given
 
 
-def number(
+def checked_number(
     value: object,
     name: str,
     *,
@@ -73,11 +73,11 @@ def number(
 
 def checked_filter(value: object, name: str, hint: str) -> float:
     """Return a filter β that a state holds, or raise `InputError`; memory is divided by it."""
-    found = number(value, name, above=0, at_most=1, hint=hint)
-    return number(found, name, at_least=torch.finfo(torch.float32).tiny, hint=hint)
+    found = checked_number(value, name, above=0, at_most=1, hint=hint)
+    return checked_number(found, name, at_least=torch.finfo(torch.float32).tiny, hint=hint)
 
 
-def flag(value: object, name: str) -> bool:
+def checked_flag(value: object, name: str) -> bool:
     """Return ``value`` as a bool, or raise an `InputError` that names it."""
     given = _plain(value)
     if not isinstance(given, bool):

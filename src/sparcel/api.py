@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, overload
 
 from sparcel import auto, collectives
-from sparcel._checks import check_type, flag, whole_number
+from sparcel._checks import check_type, checked_flag, checked_whole
 from sparcel.comm import Communicator, Group, Job, resolve
 from sparcel.device import settle
 from sparcel.errors import InputError
@@ -120,7 +120,7 @@ def all_reduce(
     op, comm = resolve_op(op), _communicator(group, stream)
     collectives.check_algorithm(algorithm, op)
     if max_nnz is not None:
-        max_nnz = whole_number(max_nnz, "max_nnz", at_least=0)
+        max_nnz = checked_whole(max_nnz, "max_nnz", at_least=0)
 
     def reduced(wire: Wire) -> SparseStream:
         if max_nnz is not None and stream.nnz > max_nnz:
@@ -270,7 +270,7 @@ def broadcast(
         As `all_reduce`.
     """
     comm = resolve(group) if stream is None else _communicator(group, stream)
-    root = whole_number(root, "root")
+    root = checked_whole(root, "root")
     if not 0 <= root < comm.size:
         raise InputError(f"root must be a rank in [0, {comm.size}), got {root}")
     if format == "auto":
@@ -332,7 +332,7 @@ def _run(
         settle()  # nobody else asks whether messages from a GPU were sound
         return result
 
-    return comm.submit(job) if flag(async_op, "async_op") else comm.run(job)
+    return comm.submit(job) if checked_flag(async_op, "async_op") else comm.run(job)
 
 
 def _fastest_format(comm: Communicator, stream: SparseStream | None, max_nnz: int | None) -> Format:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sparcel._checks import check_callable, check_type, flag
+from sparcel._checks import check_callable, check_type, checked_flag
 from sparcel.comm import Group
 from sparcel.ddp import DDPDriver
-from sparcel.errors import InputError, known
+from sparcel.errors import InputError, checked_name
 from sparcel.fsdp import FSDPDriver, Replicas, is_sharded
 from sparcel.rates import Rates
 from sparcel.schemes import Scheme, Settings, chosen_scheme
@@ -138,7 +138,7 @@ def attach(
         driver: Driver = FSDPDriver(model, replicate, group)
     else:
         driver = DDPDriver(model, group)
-    flag(ahead, "ahead")
+    checked_flag(ahead, "ahead")
     check_callable(policy, "policy")
     if optimizer is not None:
         check_type(optimizer, torch.optim.Optimizer, "optimizer")
@@ -151,7 +151,7 @@ def attach(
             ' attach(model, "topk")'
         )
     for name in settings:
-        known(name, [*_OWN_SETTINGS, *Settings.__annotations__], "an argument of attach")
+        checked_name(name, [*_OWN_SETTINGS, *Settings.__annotations__], "an argument of attach")
     chosen = chosen_scheme(scheme_or_name, settings)
     averager = Averager(
         driver.tensors,

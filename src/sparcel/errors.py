@@ -78,7 +78,7 @@ _MANY, _LISTED = 12, 40
 """More names than the former are not listed beside a suggestion, and never more than the latter."""
 
 
-def known(name: str, names: Iterable[str], what: str) -> str:
+def checked_name(name: str, names: Iterable[str], what: str) -> str:
     """Return ``name``, or raise an `InputError` that suggests the nearest of ``names``."""
     names = list(names)
     if isinstance(name, str) and name in names:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Self
 
-from sparcel._checks import flag, number, whole_number
-from sparcel.errors import InputError, known
+from sparcel._checks import checked_flag, checked_number, checked_whole
+from sparcel.errors import InputError, checked_name
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Curve:
     def __post_init__(self) -> None:
         for point in self.points:
             for given in point:
-                number(given, "an amount or a time of a curve")
+                checked_number(given, "an amount or a time of a curve")
         amounts = [amount for amount, _ in self.points]
         if not amounts or sorted(set(amounts)) != amounts or amounts[0] < 0:
             raise InputError(f"a curve needs points at growing amounts, got amounts {amounts}")
@@ -130,11 +130,11 @@ class Rates:
             if name not in self.curves:
                 raise InputError(f"rates need a curve {name!r}, got {sorted(self.curves)}")
         for name in self.curves:
-            known(name.removeprefix("node."), [*TRANSFERS, *DENSE, *WORK], "curve")
-        whole_number(self.ranks, "ranks", at_least=1)
-        whole_number(self.ranks_per_node, "ranks_per_node", at_least=1, at_most=self.ranks)
-        number(self.crowding, "crowding", above=0)
-        flag(self.measured, "measured")
+            checked_name(name.removeprefix("node."), [*TRANSFERS, *DENSE, *WORK], "curve")
+        checked_whole(self.ranks, "ranks", at_least=1)
+        checked_whole(self.ranks_per_node, "ranks_per_node", at_least=1, at_most=self.ranks)
+        checked_number(self.crowding, "crowding", above=0)
+        checked_flag(self.measured, "measured")
         object.__setattr__(self, "curves", MappingProxyType(dict(self.curves)))
 
     def across_nodes(self) -> Rates:

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import TypeAlias
 
 from sparcel import patterns
-from sparcel._checks import whole_number
+from sparcel._checks import checked_whole
 from sparcel.comm import DIRECT_RANKS
 from sparcel.errors import InputError
 from sparcel.fill_in import expected_union
@@ -59,11 +59,11 @@ class Problem:
 
     def __post_init__(self) -> None:
         for name in ("size", "k", "ranks", "ranks_per_node", "itemsize"):
-            whole_number(getattr(self, name), name, at_least=1)
+            checked_whole(getattr(self, name), name, at_least=1)
         if not self.k <= self.size:
             raise InputError(f"k must be at most the size, {self.size}, got {self.k}")
         if self.spread is not None:
-            whole_number(self.spread, "spread", at_least=self.k, at_most=self.size)
+            checked_whole(self.spread, "spread", at_least=self.k, at_most=self.size)
 
     @property
     def everyone(self) -> Sequence[int]:

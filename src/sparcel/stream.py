@@ -16,8 +16,8 @@ from sparcel._checks import (
     check_type,
     check_values,
     checked_indices,
-    number,
-    whole_number,
+    checked_number,
+    checked_whole,
 )
 from sparcel.errors import InputError
 from sparcel.ops import SUM, Op, resolve
@@ -63,7 +63,7 @@ class SparseStream:
     on a device may have it there, as a 0-dimensional tensor, until somebody needs to know."""
 
     def __init__(self, indices: Tensor | None, values: Tensor, size: int) -> None:
-        size = whole_number(size, "size", at_least=0)
+        size = checked_whole(size, "size", at_least=0)
         check_values(values, size, dense=indices is None)
         if indices is not None:
             indices = checked_indices(indices, values, size)
@@ -157,7 +157,7 @@ class SparseStream:
         It is written to ``out`` if that is given. Otherwise a dense stream returns its own storage,
         not a copy.
         """
-        number(fill, "fill")
+        checked_number(fill, "fill")
         if out is not None:
             check_like(out, self.values, (self.size, *self.values.shape[1:]))
         if self.indices is None:
@@ -187,13 +187,13 @@ class SparseStream:
 
     def scale(self, factor: float) -> SparseStream:
         """Return a stream whose stored values are multiplied by ``factor``; the dtype stays."""
-        number(factor, "factor")
+        checked_number(factor, "factor")
         values = (self.values * factor).to(self.dtype)
         return SparseStream.unchecked(self.indices, values, self.size, self.finite)
 
     def slice(self, start: int, stop: int) -> SparseStream:
         """Return the coordinates in ``[start, stop)``, numbered from 0; dense values are views."""
-        start, stop = whole_number(start, "start"), whole_number(stop, "stop")
+        start, stop = checked_whole(start, "start"), checked_whole(stop, "stop")
         if not 0 <= start <= stop <= self.size:
             raise InputError(
                 f"slice must satisfy 0 <= start <= stop <= {self.size}, got [{start}, {stop})"
@@ -250,7 +250,7 @@ class SparseStream:
         """Return only the first stream of `topk`, the ``k`` largest magnitudes."""
         if self.width is not None or not self.dtype.is_floating_point:
             raise InputError(f"topk selects among scalar float values, got {self}")
-        positions, values = kernels.topk(self.values, whole_number(k, "k", at_least=0))
+        positions, values = kernels.topk(self.values, checked_whole(k, "k", at_least=0))
         if self.indices is not None:
             positions = self.indices.index_select(0, positions)
         return SparseStream.unchecked(positions, values, self.size, self.finite)

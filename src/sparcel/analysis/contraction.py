@@ -9,7 +9,7 @@ from functools import reduce as fold
 import torch
 from torch import Tensor
 
-from sparcel._checks import check_type, number, whole_number
+from sparcel._checks import check_type, checked_number, checked_whole
 from sparcel.analysis._inputs import Vector, checked_alike, checked_vector
 from sparcel.analysis.similarity import checked_selection
 from sparcel.errors import InputError
@@ -84,9 +84,11 @@ def contraction_bound(k: int, d: float, gamma0: float) -> float:
 
     Source: ScaleCom, Lemma 1 and appendix C.
     """
-    k = whole_number(k, "k", at_least=1)
-    d = number(d, "d", at_least=0, at_most=k, hint="pass half the distance, which is at most k")
-    gamma0 = number(gamma0, "gamma0", at_least=0, at_most=1)
+    k = checked_whole(k, "k", at_least=1)
+    d = checked_number(
+        d, "d", at_least=0, at_most=k, hint="pass half the distance, which is at most k"
+    )
+    gamma0 = checked_number(gamma0, "gamma0", at_least=0, at_most=1)
     return d / k + (1 - d / k) * gamma0
 
 
@@ -121,7 +123,7 @@ def xi(accumulated: Sequence[Vector], gradients: Sequence[Vector], k: int) -> fl
     """
     check_type(accumulated, Sequence, "accumulated")
     check_type(gradients, Sequence, "gradients")
-    k = whole_number(k, "k", at_least=1)
+    k = checked_whole(k, "k", at_least=1)
     if len(accumulated) != len(gradients):
         raise InputError(
             "xi needs one vector of accumulated and one of gradients a rank, got"

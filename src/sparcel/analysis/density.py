@@ -9,7 +9,7 @@ from bisect import bisect_left
 import torch
 
 from sparcel import kernels
-from sparcel._checks import check_type, whole_number
+from sparcel._checks import check_type, checked_whole
 from sparcel.errors import InputError
 from sparcel.fill_in import expected_union, log_absent
 from sparcel.stream import dense_from
@@ -96,7 +96,7 @@ def delta(size: int, dtype: torch.dtype = torch.float32) -> int:
     Source: SparCML, section 5.1.
     """
     check_type(dtype, torch.dtype, "dtype")
-    return dense_from(whole_number(size, "size", at_least=0), dtype.itemsize) - 1
+    return dense_from(checked_whole(size, "size", at_least=0), dtype.itemsize) - 1
 
 
 def ranks_until_dense(size: int, k: int, dtype: torch.dtype = torch.float32) -> int:
@@ -159,6 +159,6 @@ def relative_volume(size: int, k: int, ranks: int, dtype: torch.dtype = torch.fl
 
 
 def _checked(size: int, k: int, ranks: int) -> tuple[int, int, int]:
-    size = whole_number(size, "size", at_least=1)
-    k = whole_number(k, "k", at_least=0, at_most=size)
-    return size, k, whole_number(ranks, "ranks", at_least=1)
+    size = checked_whole(size, "size", at_least=1)
+    k = checked_whole(k, "k", at_least=0, at_most=size)
+    return size, k, checked_whole(ranks, "ranks", at_least=1)

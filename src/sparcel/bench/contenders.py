@@ -21,7 +21,7 @@ from sparcel.bench.baselines import (
 from sparcel.bench.engines import BenchEngine
 from sparcel.bench.inputs import Case
 from sparcel.collectives import ALGORITHMS, gtopk, oktopk
-from sparcel.errors import known
+from sparcel.errors import checked_name
 from sparcel.formats import RAW, Format
 from sparcel.schemes import ON_NODES, SCHEMES, SEND_ALL, Scheme, scheme
 from sparcel.stream import SparseStream
@@ -58,7 +58,7 @@ def names(asked: str, whole_step: bool, ranks_per_node: int) -> list[str]:
     for name in (part.strip() for part in asked.split(",")):
         step = STEP + name
         if name in every or step not in steps or not whole_step:
-            chosen.append(known(name, [*every, *steps], "algorithm"))
+            chosen.append(checked_name(name, [*every, *steps], "algorithm"))
         if whole_step and step in steps:
             chosen.append(step)
     return sorted(dict.fromkeys(chosen), key=lambda name: name not in DENSE)

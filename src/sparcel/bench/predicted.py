@@ -14,7 +14,7 @@ from sparcel.bench.inputs import Case
 from sparcel.bench.results import Cell
 from sparcel.collectives import ALGORITHMS, OTHER_STAGES
 from sparcel.cost import Problem, Rates, measure, predict, read_rates
-from sparcel.errors import known
+from sparcel.errors import checked_name
 from sparcel.fill_in import expected_union
 from sparcel.formats import RAW, Format
 from sparcel.schemes import PREDICTED, engine_stages, stages_of
@@ -44,7 +44,7 @@ def set_rates(engines: Sequence[BenchEngine], sources: Mapping[str, str]) -> dic
     """
     names = [engine.name for engine in engines]
     for name in filter(None, sources):
-        known(name, names, "engine")
+        checked_name(name, names, "engine")
     rates = {}
     for engine in engines:
         source = sources.get(engine.name, sources.get(""))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from sparcel.bench.engines import ENGINES
 from sparcel.bench.inputs import DISTRIBUTIONS
-from sparcel.errors import InputError, known
+from sparcel.errors import InputError, checked_name
 from sparcel.formats import format_named
 from sparcel.schemes import checked_density
 
@@ -54,9 +54,9 @@ class BenchSettings:
         for density in self.densities:
             checked_density(density)
         for distribution in self.distributions:
-            known(distribution, DISTRIBUTIONS, "distribution")
+            checked_name(distribution, DISTRIBUTIONS, "distribution")
         for engine in self.engines:
-            known(engine, ENGINES, "engine")
+            checked_name(engine, ENGINES, "engine")
         if "file" in self.distributions and self.gradients is None:
             raise InputError("the distribution 'file' needs --gradients FILE")
         if self.gradients is not None and "file" not in self.distributions:

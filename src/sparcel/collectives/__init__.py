@@ -32,7 +32,7 @@ from sparcel.collectives.ring import ring
 from sparcel.collectives.ring import stages as ring_stages
 from sparcel.collectives.split_allgather import split_allgather
 from sparcel.collectives.split_allgather import stages as split_allgather_stages
-from sparcel.errors import InputError, known
+from sparcel.errors import InputError, checked_name
 from sparcel.ops import SUM, Op
 from sparcel.stages import Stages
 from sparcel.stream import SparseStream
@@ -97,7 +97,7 @@ def check_algorithm(name: str, op: Op = SUM) -> None:
             f"{name} keeps only the k largest coordinates, so it is not an all_reduce; call"
             f" sparcel.collectives.{name}(stream, wire, k), or train with the scheme {name!r}"
         )
-    known(name, ["auto", *ALGORITHMS], "algorithm")
+    checked_name(name, ["auto", *ALGORITHMS], "algorithm")
     if name == "dense" and op.name is None:
         raise InputError(
             "the engine's dense all-reduce supports only sum, product, min and max;"

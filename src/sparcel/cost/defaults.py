@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from sparcel._checks import number, whole_number
+from sparcel._checks import checked_number, checked_whole
 from sparcel.cost.work import KINDS
 from sparcel.rates import DENSE, TRANSFERS, Curve, Rates
 
@@ -43,13 +43,13 @@ def stated_rates(
         What to call the rates; by default the bandwidth and latency of the slowest link that there
         is, "stated".
     """
-    bandwidth = number(bandwidth, "bandwidth", above=0)
-    latency_s = number(latency_s, "latency_s", at_least=0)
-    ranks = whole_number(ranks, "ranks", at_least=1)
-    ranks_per_node = whole_number(ranks_per_node, "ranks_per_node", at_least=1)
-    node_bandwidth = number(node_bandwidth, "node_bandwidth", above=0)
-    node_latency_s = number(node_latency_s, "node_latency_s", at_least=0)
-    memory_bandwidth = number(memory_bandwidth, "memory_bandwidth", above=0)
+    bandwidth = checked_number(bandwidth, "bandwidth", above=0)
+    latency_s = checked_number(latency_s, "latency_s", at_least=0)
+    ranks = checked_whole(ranks, "ranks", at_least=1)
+    ranks_per_node = checked_whole(ranks_per_node, "ranks_per_node", at_least=1)
+    node_bandwidth = checked_number(node_bandwidth, "node_bandwidth", above=0)
+    node_latency_s = checked_number(node_latency_s, "node_latency_s", at_least=0)
+    memory_bandwidth = checked_number(memory_bandwidth, "memory_bandwidth", above=0)
     here = min(ranks_per_node, ranks)
     slowest = (bandwidth, latency_s) if here < ranks else (node_bandwidth, node_latency_s)
     within = Curve.line(node_latency_s, 1 / node_bandwidth)

@@ -13,7 +13,7 @@ from time import perf_counter, thread_time
 
 import torch
 
-from sparcel._checks import whole_number
+from sparcel._checks import checked_whole
 from sparcel.comm import Communicator, Staged
 from sparcel.cost import trials
 from sparcel.cost.trials import Trial
@@ -101,7 +101,7 @@ def measure(comm: Communicator, description: str = "", passes: int = _PASSES) ->
     InputError
         When there is only one rank, or messages are in the memory of GPUs, as over NCCL.
     """
-    passes = whole_number(passes, "passes", at_least=1)
+    passes = checked_whole(passes, "passes", at_least=1)
     if isinstance(comm, Staged):
         comm = comm.inner  # which carries the messages
     if comm.device.type != "cpu":

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from sparcel import units
-from sparcel._checks import check_callable, check_type, whole_number
+from sparcel._checks import check_callable, check_type, checked_whole
 from sparcel.comm import Group, resolve_or_alone
 from sparcel.data.database import Database, UnusableError
 from sparcel.data.disk import Disk
@@ -121,13 +121,13 @@ class Cached(Dataset[Any]):
         group: Group = None,
     ) -> None:
         given = units.nbytes(memory) if isinstance(memory, str) else memory
-        limit = whole_number(given, "memory", at_least=0, at_most=1 << 62)
+        limit = checked_whole(given, "memory", at_least=0, at_most=1 << 62)
         for name, function in (("decode", decode), ("transform", transform)):
             if function is not None:
                 check_callable(function, name)
         check_type(version, str, "version")
-        looks = whole_number(looks, "looks", at_least=0)
-        self._source = Source(dataset, whole_number(threads, "threads", at_least=1))
+        looks = checked_whole(looks, "looks", at_least=0)
+        self._source = Source(dataset, checked_whole(threads, "threads", at_least=1))
         self._decode, self._transform = decode, transform
         check_memory(len(self), limit)  # here, where a wrong one does not close the group
         comm = resolve_or_alone(group)

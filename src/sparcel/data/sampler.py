@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
-from sparcel._checks import flag, whole_number
+from sparcel._checks import checked_flag, checked_whole
 from sparcel.comm import Call, Group, resolve_or_alone
 from sparcel.data.cached import Cached
 from sparcel.errors import InputError
@@ -67,14 +67,14 @@ class PartSampler(Sampler[int]):
             self._length = len(dataset)
         else:
             hint = "it is a set, which has a length, or that length"
-            self._length = whole_number(dataset, "dataset", at_least=1, hint=hint)
+            self._length = checked_whole(dataset, "dataset", at_least=1, hint=hint)
         self._cached = dataset if isinstance(dataset, Cached) else None
         if exchange_every is not None:
-            whole_number(exchange_every, "exchange_every", at_least=1)
+            checked_whole(exchange_every, "exchange_every", at_least=1)
         self._exchange_every = exchange_every
-        self._shuffle = flag(shuffle, "shuffle")
-        self._seed = whole_number(seed, "seed", at_least=0)
-        self._drop_last = flag(drop_last, "drop_last")
+        self._shuffle = checked_flag(shuffle, "shuffle")
+        self._seed = checked_whole(seed, "seed", at_least=0)
+        self._drop_last = checked_flag(drop_last, "drop_last")
         if exchange_every is not None and not shuffle:
             raise InputError("exchange_every draws parts at random, which shuffle=False excludes")
         self._nodes, self._rank = self._ranks(group)
@@ -100,7 +100,7 @@ class PartSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch is next, from 0 on; all ranks call before each epoch."""
-        self._epoch = whole_number(epoch, "epoch", at_least=0)
+        self._epoch = checked_whole(epoch, "epoch", at_least=0)
 
     def __len__(self) -> int:
         return self._share

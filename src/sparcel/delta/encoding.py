@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparcel import _cpu
-from sparcel._checks import whole_number
+from sparcel._checks import checked_whole
 from sparcel.delta.bits import layout_of
 from sparcel.delta.chunk import MOST_NUMBER, MOST_SHARDS, Chunk, Version
 from sparcel.delta.pieces import (
@@ -26,7 +26,7 @@ from sparcel.delta.pieces import (
     ties_of,
     untied,
 )
-from sparcel.errors import known
+from sparcel.errors import checked_name
 
 T = TypeVar("T")
 
@@ -81,11 +81,11 @@ def encode(
     InputError
         If tensors cannot be read as their bits, or a number is out of range.
     """
-    known(code, CODES, "code")
+    checked_name(code, CODES, "code")
     since = since or Version(0, 0)
-    target = whole_number(since.number + 1 if target is None else target, "target", 0, MOST_NUMBER)
-    whole_number(shard[1], "shard[1]", 1, MOST_SHARDS)
-    whole_number(shard[0], "shard[0]", 0, shard[1] - 1)
+    target = checked_whole(since.number + 1 if target is None else target, "target", 0, MOST_NUMBER)
+    checked_whole(shard[1], "shard[1]", 1, MOST_SHARDS)
+    checked_whole(shard[0], "shard[0]", 0, shard[1] - 1)
     yield from encode_parts(parts_of(tensors), parts_of(base), code, since, target, shard)
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sparcel._checks import whole_number
+from sparcel._checks import checked_whole
 from sparcel.delta.chunk import MOST_NUMBER, WRONG, Version
 from sparcel.delta.files import File
 from sparcel.delta.stores import Folder, Store, store_at
@@ -260,7 +260,9 @@ class Ledger:
         last = there.newest
         least = last.number + 1 if last else 0
         hint = f"versions are numbered upwards, and the last one is {last}" if last else ""
-        return whole_number(least if number is None else number, "number", least, MOST_NUMBER, hint)
+        return checked_whole(
+            least if number is None else number, "number", least, MOST_NUMBER, hint
+        )
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> int:
         """Write a file, and return its length."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sparcel._checks import whole_number
+from sparcel._checks import checked_whole
 from sparcel.delta.applying import apply_
 from sparcel.delta.base import copied, remembered
 from sparcel.delta.chunk import Version, read_chunk
@@ -20,7 +20,7 @@ from sparcel.delta.index import Entry, Index, Ledger, file_name
 from sparcel.delta.pieces import Part, Weights, parts_of, tensors_of, untied
 from sparcel.delta.stores import Folder, Store, store_at
 from sparcel.delta.subscriber import Subscriber
-from sparcel.errors import FormatError, InputError, VersionError, known
+from sparcel.errors import FormatError, InputError, VersionError, checked_name
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class Publisher:
         base: str | os.PathLike[str] | None = None,
         bracketed: bool = False,
     ) -> None:
-        known(code, CODES, "code")
-        whole_number(anchor_every, "anchor_every", at_least=1)
-        whole_number(lag, "lag", at_least=0)
+        checked_name(code, CODES, "code")
+        checked_whole(anchor_every, "anchor_every", at_least=1)
+        checked_whole(lag, "lag", at_least=0)
         if bracketed and base is not None:
             raise InputError("a bracketed publisher keeps no base; leave base= out")
         self.version: Version | None = None

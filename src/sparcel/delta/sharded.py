@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from sparcel._checks import whole_number
+from sparcel._checks import checked_whole
 from sparcel.comm import ALL_CONTROL, Communicator, Group, resolve
 from sparcel.delta.applying import swap_all
 from sparcel.delta.base import copied
@@ -24,7 +24,7 @@ from sparcel.delta.files import check_storable, delta_file
 from sparcel.delta.index import Ledger, file_name
 from sparcel.delta.pieces import Part, Piece, Weights, parts_of, tensors_of, ties_of, untied
 from sparcel.delta.stores import Store, store_at
-from sparcel.errors import InputError, MismatchError, VersionError, known
+from sparcel.errors import InputError, MismatchError, VersionError, checked_name
 
 T = TypeVar("T")
 
@@ -68,9 +68,9 @@ class ShardedPublisher:
         anchor_every: int = 50,
         lag: int = 20,
     ) -> None:
-        known(code, CODES, "code")
-        whole_number(anchor_every, "anchor_every", at_least=1)
-        whole_number(lag, "lag", at_least=0)
+        checked_name(code, CODES, "code")
+        checked_whole(anchor_every, "anchor_every", at_least=1)
+        checked_whole(lag, "lag", at_least=0)
         self.version: Version | None = None
         self._code, self._anchor_every = code, anchor_every
         self._comm = resolve(group)

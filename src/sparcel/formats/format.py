@@ -14,7 +14,7 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # it is 
 
 from sparcel import _cpu
 from sparcel._checks import finite_flag
-from sparcel.errors import FormatError, InputError, MismatchError, known
+from sparcel.errors import FormatError, InputError, MismatchError, checked_name
 from sparcel.formats.header import ALIGNMENT, DTYPE_CODES, HEADER_BYTES, Header, padded
 from sparcel.formats.indices import INDEX_CODES, IndexCode
 from sparcel.formats.message import Expected, Message, message_of, payload_of
@@ -59,12 +59,12 @@ class Format:
     values: str | int | ValueCode = PLAIN
 
     def __post_init__(self) -> None:
-        known(self.indices, INDEX_CODES, "an index code")
+        checked_name(self.indices, INDEX_CODES, "an index code")
         if isinstance(self.values, ValueCode):
             return
         name = str(self.values)
         object.__setattr__(
-            self, "values", VALUES_BY_NAME[known(name, VALUES_BY_NAME, "a value code")]
+            self, "values", VALUES_BY_NAME[checked_name(name, VALUES_BY_NAME, "a value code")]
         )
 
     def __repr__(self) -> str:
@@ -207,7 +207,7 @@ def format_named(format: str | Format) -> Format:
     """
     if isinstance(format, Format):
         return format
-    return _NAMED[known(format, _NAMED, "format")]
+    return _NAMED[checked_name(format, _NAMED, "format")]
 
 
 _NAMED = {indices: Format(indices) for indices in INDEX_CODES} | {

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel._checks import flag, whole_number
-from sparcel.errors import FormatError, InputError, known
+from sparcel._checks import checked_flag, checked_whole
+from sparcel.errors import FormatError, InputError, checked_name
 
 
 class Written(NamedTuple):
@@ -103,7 +103,7 @@ class HalfValues(ValueCode):
     number: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        known(self.dtype, _HALVES, "a 16-bit dtype")
+        checked_name(self.dtype, _HALVES, "a 16-bit dtype")
 
     @property
     def name(self) -> str:
@@ -171,15 +171,15 @@ class FewBits(ValueCode):
     number: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        if whole_number(self.bits, "bits") not in _BITS:
+        if checked_whole(self.bits, "bits") not in _BITS:
             raise InputError(f"bits must be 8, 4 or 2, got {self.bits}")
-        block = whole_number(self.block, "block") or (32 if self.bits == 2 else 64)
+        block = checked_whole(self.block, "block") or (32 if self.bits == 2 else 64)
         if not 8 <= block <= _LONGEST_BLOCK or block % 8:
             raise InputError(f"block must be a multiple of 8 from 8 to 65536, got {block}")
         object.__setattr__(self, "block", block)
-        known(self.scale, _SCALES, "the dtype of a scale")
-        flag(self.stochastic, "stochastic")
-        whole_number(self.seed, "seed")
+        checked_name(self.scale, _SCALES, "the dtype of a scale")
+        checked_flag(self.stochastic, "stochastic")
+        checked_whole(self.seed, "seed")
 
     @property
     def name(self) -> str:

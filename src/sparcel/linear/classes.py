@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from sparcel._checks import number
+from sparcel._checks import checked_number
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
 from sparcel.linear.ranks import gathered, run_or_fail_everywhere
@@ -129,7 +129,7 @@ class Classes:
             )
         most = float(np.finfo(dtype).max)
         each = {
-            label: number(weight, f"class_weight[{label!r}]", at_least=0, at_most=most)
+            label: checked_number(weight, f"class_weight[{label!r}]", at_least=0, at_most=most)
             for label, weight in class_weight.items()
         }
         return [each.get(label, 1.0) for label in known]

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, TypeVar
 import numpy as np
 
 from sparcel.comm import Communicator, Group
-from sparcel.errors import InputError, known, optional
+from sparcel.errors import InputError, checked_name, optional
 from sparcel.linear.classes import Classes, finite_numbers, labels, probabilities
 from sparcel.linear.coordinates import MOST_HELD, Coordinates
 from sparcel.linear.inputs import as_matrix, as_rows, opened, product, sample_weights
@@ -37,7 +37,7 @@ _FLOATS = [np.float32, np.float64]
 
 def takes_steps(estimator: _Linear) -> bool:
     """Tell whether an estimator can go on with other rows; raise why not."""
-    if known(estimator.solver, SOLVERS, "solver") == "scd":
+    if checked_name(estimator.solver, SOLVERS, "solver") == "scd":
         raise InputError(
             "partial_fit takes steps of stochastic gradient descent, and solver='scd' needs all"
             " rows in each step; call fit, or take solver='sgd'"

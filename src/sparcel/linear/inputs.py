@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from sparcel._checks import number
+from sparcel._checks import checked_number
 from sparcel.comm import Communicator
 from sparcel.errors import optional
 from sparcel.linear.coordinates import MOST_HELD
@@ -87,7 +87,7 @@ def sample_weights(weights: Any, rows: int, dtype: Any) -> Array | None:
     with optional("sparcel.linear", "linear"):
         from sklearn.utils.validation import check_array
     if np.isscalar(weights) or getattr(weights, "ndim", 1) == 0:
-        weights = np.full(rows, number(weights, "sample_weight", at_least=0))
+        weights = np.full(rows, checked_number(weights, "sample_weight", at_least=0))
     if rows == 0 and np.size(weights) == 0:  # which check_array refuses
         return np.zeros(0, dtype)
     found = check_array(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sparcel._checks import flag, number, whole_number
+from sparcel._checks import checked_flag, checked_number, checked_whole
 from sparcel.collectives import ALGORITHMS
-from sparcel.errors import InputError, known
+from sparcel.errors import InputError, checked_name
 from sparcel.formats import FewBits
 from sparcel.formats.indices import INDEX_CODES
 from sparcel.linear.parameters import LOSSES, SOLVERS, Parameters
@@ -32,26 +32,26 @@ class Settings(Parameters):
     loss: str = LOSSES[0]
 
     def __post_init__(self) -> None:
-        known(self.loss, LOSSES, "loss")
-        known(self.solver, SOLVERS, "solver")
-        number(self.l1, "l1", at_least=0)
-        number(self.l2, "l2", at_least=0)
-        whole_number(self.epochs, "epochs", at_least=1)
+        checked_name(self.loss, LOSSES, "loss")
+        checked_name(self.solver, SOLVERS, "solver")
+        checked_number(self.l1, "l1", at_least=0)
+        checked_number(self.l2, "l2", at_least=0)
+        checked_whole(self.epochs, "epochs", at_least=1)
         if self.tol is not None:
-            number(self.tol, "tol", at_least=0)
-        whole_number(self.batch_size, "batch_size", at_least=1, at_most=MOST_ROWS)
-        StepSizes(self.step, number(self.eta0, "eta0", above=0))
-        whole_number(self.block, "block", at_least=1)
+            checked_number(self.tol, "tol", at_least=0)
+        checked_whole(self.batch_size, "batch_size", at_least=1, at_most=MOST_ROWS)
+        StepSizes(self.step, checked_number(self.eta0, "eta0", above=0))
+        checked_whole(self.block, "block", at_least=1)
         for name in ("average", "fit_intercept", "asynchronous"):
-            flag(getattr(self, name), name)
+            checked_flag(getattr(self, name), name)
         if self.solver == "sgd" and self.average and self.l1 > 0:
             raise InputError(
                 f"average=True goes with l1=0, got {self.l1}: the average of models is not sparse;"
                 " leave one of them out"
             )
-        known(self.algorithm, (SHARDED, "auto", *ALGORITHMS), "algorithm")
-        known(self.format, INDEX_CODES, "format")
-        whole_number(self.random_state, "random_state", at_least=0)
+        checked_name(self.algorithm, (SHARDED, "auto", *ALGORITHMS), "algorithm")
+        checked_name(self.format, INDEX_CODES, "format")
+        checked_whole(self.random_state, "random_state", at_least=0)
         if self.solver == "scd":
             self._check_descent()
         if self.density is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparcel import device, kernels
-from sparcel._checks import flag, number
+from sparcel._checks import checked_flag, checked_number
 from sparcel.comm import Call, Group, ranks_with_other, resolve_or_alone
 from sparcel.errors import InputError, MismatchError
 from sparcel.optim._shares import flat
@@ -58,13 +58,13 @@ class LayerWise(ChecksStates):
     def __init__(
         self, params: Parameters, defaults: dict[str, Any], parallel: bool, group: Group
     ) -> None:
-        if group is not None and not flag(parallel, "parallel"):
+        if group is not None and not checked_flag(parallel, "parallel"):
             raise InputError(
                 "group names the ranks that share the norms, which they do with parallel=True only;"
                 " pass both or neither"
             )
         super().__init__(params, defaults)
-        self._parallel, self._group = flag(parallel, "parallel"), group
+        self._parallel, self._group = checked_flag(parallel, "parallel"), group
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with settings of their own.
@@ -97,11 +97,11 @@ class LayerWise(ChecksStates):
             )
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
-        number(group["lr"], "lr", at_least=0)
-        number(group["weight_decay"], "weight_decay", at_least=0)
-        flag(group["exclude_vectors"], "exclude_vectors")
+        checked_number(group["lr"], "lr", at_least=0)
+        checked_number(group["weight_decay"], "weight_decay", at_least=0)
+        checked_flag(group["exclude_vectors"], "exclude_vectors")
         if group["foreach"] is not None:
-            flag(group["foreach"], "foreach")
+            checked_flag(group["foreach"], "foreach")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparcel._checks import all_finite, check_type, number, whole_number
+from sparcel._checks import all_finite, check_type, checked_number, checked_whole
 from sparcel.errors import InputError
 
 
@@ -99,9 +99,9 @@ def _check_names(saved: object, own: list[str] | None) -> None:
 def _check_entry(key: str, value: object, parameter: Tensor, name: str, hint: str) -> None:
     """Raise `InputError` unless an entry of a parameter can be what its name says."""
     if key == "step":
-        whole_number(value, name, at_least=1, hint=hint)
+        checked_whole(value, name, at_least=1, hint=hint)
     elif key == "trust_ratio":
-        number(value, name, at_least=0, below=math.inf, hint=hint)
+        checked_number(value, name, at_least=0, below=math.inf, hint=hint)
     elif key in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
         check_type(value, Tensor, name, hint)
         assert isinstance(value, Tensor)

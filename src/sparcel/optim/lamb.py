@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparcel._checks import number
+from sparcel._checks import checked_number
 from sparcel.comm import Group
 from sparcel.errors import InputError
 from sparcel.optim._layers import Batch, LayerStep, LayerWise, Parameters, ratio
@@ -89,8 +89,8 @@ class LAMB(LayerWise):
         if not isinstance(betas, tuple | list) or len(betas) != 2:
             raise InputError(f"betas must be two numbers in [0, 1), got {betas!r}")
         for beta in betas:
-            number(beta, "each of betas", at_least=0, below=1)
-        number(group["eps"], "eps", above=0)
+            checked_number(beta, "each of betas", at_least=0, below=1)
+        checked_number(group["eps"], "eps", above=0)
 
     def _move(self, batches: Sequence[Batch]) -> None:
         updates = [self._updates(group, layers) for group, layers in batches]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparcel._checks import number
+from sparcel._checks import checked_number
 from sparcel.comm import Group
 from sparcel.optim._layers import Batch, LayerWise, Parameters, ratio
 from sparcel.optim.two_steps import sgd_two_steps
@@ -90,8 +90,8 @@ class LARS(LayerWise):
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         super()._check_group(group)
-        number(group["momentum"], "momentum", at_least=0, below=1)
-        number(group["trust"], "trust", above=0)
+        checked_number(group["momentum"], "momentum", at_least=0, below=1)
+        checked_number(group["trust"], "trust", above=0)
 
     def _move(self, batches: Sequence[Batch]) -> None:
         for group, layers in batches:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel._checks import check_callable, check_type, flag
+from sparcel._checks import check_callable, check_type, checked_flag
 from sparcel.comm import Call, Communicator, Group, resolve_or_alone
 from sparcel.errors import InputError
 from sparcel.optim._shares import Division, Sizes, divide, flat
@@ -73,7 +73,7 @@ def parallel(
     Source: CommLib, section 4.2 (PTO), which divides by the number of tensors.
     """
     check_callable(op, "op")
-    flag(additive, "additive")
+    checked_flag(additive, "additive")
     tensors = list(tensors)
     for tensor in tensors:
         check_type(tensor, Tensor, "a tensor")

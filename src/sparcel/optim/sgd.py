@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel._checks import check_type, number
+from sparcel._checks import check_type, checked_number
 from sparcel.errors import InputError
 from sparcel.ops import SUM
 from sparcel.optim._state import ChecksStates
@@ -48,8 +48,8 @@ class SGD(ChecksStates):
         super().__init__(params, defaults)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
-        number(group["lr"], "lr", at_least=0)
-        number(group["momentum"], "momentum", at_least=0, below=1)
+        checked_number(group["lr"], "lr", at_least=0)
+        checked_number(group["momentum"], "momentum", at_least=0, below=1)
 
     @torch.no_grad()
     def step(self, updates: Iterable[SparseStream]) -> None:  # type: ignore[override]

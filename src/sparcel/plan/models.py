@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from sparcel import units
-from sparcel._checks import check_type, number, whole_number
-from sparcel.errors import known
+from sparcel._checks import check_type, checked_number, checked_whole
+from sparcel.errors import checked_name
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Model:
     flops: float = 0.0
 
     def __post_init__(self) -> None:
-        whole_number(self.parameters, "the parameters of a model to plan for", at_least=1)
-        number(self.flops, "flops", at_least=0)
+        checked_whole(self.parameters, "the parameters of a model to plan for", at_least=1)
+        checked_number(self.flops, "flops", at_least=0)
 
 
 def _vision(name: str, parameters: int, gigamacs: float) -> Model:
@@ -86,7 +86,7 @@ def model_of(given: str | int | nn.Module) -> Model:
     if isinstance(given, str):
         if given.strip()[:1].isdigit():
             return Model(f"{given.strip()} parameters", units.whole(given))
-        return MODELS[known(given, MODELS, "model")]
+        return MODELS[checked_name(given, MODELS, "model")]
     check_type(given, nn.Module, "model", "a name and a number of parameters are models, too")
     trained = sum(p.numel() for p in given.parameters() if p.requires_grad)
     return Model(type(given).__name__, trained)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
 
-from sparcel._checks import number, whole_number
+from sparcel._checks import checked_number, checked_whole
 from sparcel.auto import fastest_format
 from sparcel.cost import Prediction, Problem, Rates, work_seconds
 from sparcel.formats import RAW, Format
@@ -53,10 +53,10 @@ class Workload:
 
     def __post_init__(self) -> None:
         checked_density(self.density)
-        number(self.compute_s, "compute_s", at_least=0)
-        whole_number(self.bucket_bytes, "bucket_bytes", at_least=4)
+        checked_number(self.compute_s, "compute_s", at_least=0)
+        checked_whole(self.bucket_bytes, "bucket_bytes", at_least=4)
         if self.steps is not None:
-            whole_number(self.steps, "steps", at_least=1)
+            checked_whole(self.steps, "steps", at_least=1)
 
     @property
     def densities(self) -> dict[float, float]:

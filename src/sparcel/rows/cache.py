@@ -26,7 +26,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from sparcel._checks import whole_number
+from sparcel._checks import checked_whole
 from sparcel.errors import InputError
 from sparcel.rows.pieces import Paths, files_of
 from sparcel.rows.rows import Array, Rows
@@ -175,8 +175,8 @@ def shard(rows: Rows, rank: int, ranks: int) -> Rows:
 
 def _run(rows: Rows, rank: int, ranks: int) -> tuple[int, int]:
     """Return where a rank's run of rows begins and ends."""
-    whole_number(ranks, "ranks", at_least=1)
-    whole_number(rank, "rank", at_least=0, at_most=ranks - 1)
+    checked_whole(ranks, "ranks", at_least=1)
+    checked_whole(rank, "rank", at_least=0, at_most=ranks - 1)
     total = rows.nnz + len(rows)
 
     def first(part: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparcel._checks import whole_number
+from sparcel._checks import checked_whole
 from sparcel.errors import InputError
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -64,8 +64,8 @@ def files_of(paths: Paths) -> list[Path]:
 
 def pieces(paths: Paths, rank: int, ranks: int) -> list[FilePiece]:
     """Return what a rank reads of these files, in their order; see `parts`."""
-    whole_number(ranks, "ranks", at_least=1)
-    whole_number(rank, "rank", at_least=0, at_most=ranks - 1)
+    checked_whole(ranks, "ranks", at_least=1)
+    checked_whole(rank, "rank", at_least=0, at_most=ranks - 1)
     return parts([(path, path.stat().st_size) for path in files_of(paths)], ranks)[rank]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from sparcel import _cpu
-from sparcel.errors import InputError, known
+from sparcel.errors import InputError, checked_name
 from sparcel.rows import cache, cache_writer
 from sparcel.rows._threads import in_order
 from sparcel.rows.documents import Documents, Fail, read_json_lines, read_lines, read_tsv
@@ -51,7 +51,7 @@ class Text:
     text: str = "text"
 
     def __post_init__(self) -> None:
-        known(self.layout, LAYOUTS, "layout")
+        checked_name(self.layout, LAYOUTS, "layout")
         if self.label == self.text:
             raise InputError(
                 f"label and text must be different columns, got {self.text!r} for both"

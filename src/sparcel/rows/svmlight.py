@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from sparcel import _cpu
-from sparcel._checks import whole_number
-from sparcel.errors import InputError, known
+from sparcel._checks import checked_whole
+from sparcel.errors import InputError, checked_name
 from sparcel.rows._threads import in_order
 from sparcel.rows.documents import MOST_LABEL
 from sparcel.rows.files import Block, blocks
@@ -64,9 +64,9 @@ class SvmLight:
 
     def __post_init__(self) -> None:
         if self.dimensions is not None:
-            given = whole_number(self.dimensions, "dimensions", at_least=1, at_most=2**62)
+            given = checked_whole(self.dimensions, "dimensions", at_least=1, at_most=2**62)
             object.__setattr__(self, "dimensions", given)
-        given = whole_number(self.index_from, "index_from", at_least=0, at_most=1)
+        given = checked_whole(self.index_from, "index_from", at_least=0, at_most=1)
         object.__setattr__(self, "index_from", given)
 
     def read(
@@ -124,10 +124,10 @@ class SvmLight:
 
         Without ``dimensions``, a block has those that its own highest index needs.
         """
-        known(labels, ("numbers", "texts"), "labels")
+        checked_name(labels, ("numbers", "texts"), "labels")
         if threads is None:
             threads = torch.get_num_threads()
-        whole_number(threads, "threads", at_least=1)
+        checked_whole(threads, "threads", at_least=1)
         parse = partial(self._parse, labels=labels)
         read = chain.from_iterable(blocks(piece) for piece in pieces(paths, rank, ranks))
         return in_order(parse, read, threads)

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from sparcel import _cpu
-from sparcel._checks import flag, whole_number
-from sparcel.errors import InputError, known
+from sparcel._checks import checked_flag, checked_whole
+from sparcel.errors import InputError, checked_name
 from sparcel.rows.rows import Rows
 
 MOST_DIMENSIONS = 2**63 - 1
@@ -63,16 +63,16 @@ class HashedNGrams:
     norm: Literal["l1", "l2"] | None = "l2"
 
     def __post_init__(self) -> None:
-        known(self.analyzer, ("word", "char", "char_wb"), "analyzer")
+        checked_name(self.analyzer, ("word", "char", "char_wb"), "analyzer")
         if self.norm is not None:
-            known(self.norm, ("l1", "l2"), "norm, unless it is None,")
+            checked_name(self.norm, ("l1", "l2"), "norm, unless it is None,")
         most = MOST_DIMENSIONS
         plain: dict[str, object] = {
             "ngram_range": _checked_range(self.ngram_range),
-            "dimensions": whole_number(self.dimensions, "dimensions", at_least=2, at_most=most),
+            "dimensions": checked_whole(self.dimensions, "dimensions", at_least=2, at_most=most),
         }
         for name in ("lowercase", "alternate_sign", "binary"):
-            plain[name] = flag(getattr(self, name), name)
+            plain[name] = checked_flag(getattr(self, name), name)
         for name, value in plain.items():
             object.__setattr__(self, name, value)
 
@@ -106,7 +106,7 @@ class HashedNGrams:
         """
         if threads is None:
             threads = torch.get_num_threads()
-        threads = whole_number(threads, "threads", at_least=1, at_most=2**31 - 1)
+        threads = checked_whole(threads, "threads", at_least=1, at_most=2**31 - 1)
         found, count = None if labels is None else np.asarray(labels), len(documents)
         if found is not None and found.shape != (count,):
             raise InputError(
@@ -129,8 +129,8 @@ class HashedNGrams:
 def _checked_range(given: object) -> tuple[int, int]:
     if not isinstance(given, tuple | list) or len(given) != 2:
         raise InputError(f"ngram_range must be a pair (low, high), got {given!r}")
-    low = whole_number(given[0], "the low end of ngram_range", at_least=1, at_most=MOST_UNITS)
-    high = whole_number(given[1], "the high end of ngram_range", at_least=low, at_most=MOST_UNITS)
+    low = checked_whole(given[0], "the low end of ngram_range", at_least=1, at_most=MOST_UNITS)
+    high = checked_whole(given[1], "the high end of ngram_range", at_least=low, at_most=MOST_UNITS)
     return low, high
 
 

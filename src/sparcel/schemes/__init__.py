@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Unpack
 
 from sparcel._checks import check_type
-from sparcel.errors import InputError, known, warn_on_rank_0
+from sparcel.errors import InputError, checked_name, warn_on_rank_0
 from sparcel.formats import Format
 from sparcel.rates import Rates
 from sparcel.schemes.auto import Auto
@@ -162,10 +162,10 @@ def scheme(name: str | None = None, **settings: Unpack[Settings]) -> Scheme:
     """
     if name is None:
         name, settings = DEFAULT, RECOMMENDED | settings
-    kind = SCHEMES[known(name, SCHEMES, "the name of a scheme")]
+    kind = SCHEMES[checked_name(name, SCHEMES, "the name of a scheme")]
     accepted = list(inspect.signature(kind).parameters)
     for setting in settings:
-        known(setting, accepted, f"a setting of scheme {name!r}")
+        checked_name(setting, accepted, f"a setting of scheme {name!r}")
     made = kind(**settings)
     format = getattr(made, "format", None)
     rounds = isinstance(format, Format) and format.loses

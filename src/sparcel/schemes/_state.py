@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparcel._checks import all_finite, check_part, checked_filter, whole_number
+from sparcel._checks import all_finite, check_part, checked_filter, checked_whole
 from sparcel.errors import InputError
 from sparcel.memory import saturate, wide_dtype
 
@@ -24,7 +24,7 @@ def check_memory(state: Mapping[str, Any], scheme: str, remembers: Sequence[str]
     for key in ("steps", "memory"):
         if key not in state:
             raise InputError(f"the state has no {key!r}; {STATE_HINT}")
-    whole_number(state["steps"], "the state's 'steps'", at_least=0, hint=STATE_HINT)
+    checked_whole(state["steps"], "the state's 'steps'", at_least=0, hint=STATE_HINT)
     sizes = {}
     for key in ("memory", "velocity"):
         if state.get(key) is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from sparcel import cost, device
 from sparcel.collectives.dense import check_agreement
 from sparcel.comm import Communicator, digest
-from sparcel.errors import InputError, MismatchError, known
+from sparcel.errors import InputError, MismatchError, checked_name
 from sparcel.memory import wide_dtype
 from sparcel.rates import Rates
 from sparcel.schemes.dense import Dense
@@ -88,7 +88,7 @@ class Auto(Selecting):
                 f"candidates must be a list of some of {list(CANDIDATES)}, got {self.candidates!r}"
             )
         for name in self.candidates:
-            known(name, CANDIDATES, "candidate")
+            checked_name(name, CANDIDATES, "candidate")
 
     @property
     def chosen(self) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from sparcel._checks import FLOAT_DTYPES, check_like, check_type, flag
+from sparcel._checks import FLOAT_DTYPES, check_like, check_type, checked_flag
 from sparcel.comm import Call, Communicator, Group, resolve
 from sparcel.errors import InputError
 from sparcel.formats import Format
@@ -116,7 +116,7 @@ class Scheme(ABC):
         """
         self._check(gradient)
         ranks = resolve(comm, gradient.device)
-        if flag(in_place, "in_place") and out is not None:
+        if checked_flag(in_place, "in_place") and out is not None:
             raise InputError("in_place=True writes the update to the gradient; leave out out=")
         own = gradient.detach()
         update = own if in_place else update_like(own, out)

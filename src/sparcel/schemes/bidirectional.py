@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparcel._checks import number
+from sparcel._checks import checked_number
 from sparcel.comm import Communicator
 from sparcel.regions import stages as regions_stages
 from sparcel.schemes.density import count_for
@@ -50,7 +50,7 @@ class Bidirectional(Sparsifier):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.returned is not None:
-            self.returned = number(
+            self.returned = checked_number(
                 self.returned, "returned", at_least=self.density, at_most=1, hint="1 returns all"
             )
 

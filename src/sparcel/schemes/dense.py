@@ -12,7 +12,7 @@ from sparcel import kernels
 from sparcel._checks import finite_flag
 from sparcel.collectives.dense import agreement_stages, check_agreement
 from sparcel.comm import Communicator
-from sparcel.errors import known
+from sparcel.errors import checked_name
 from sparcel.schemes._stages import apply_stages
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.outcome import Reduced
@@ -39,7 +39,7 @@ class Dense(Scheme):
 
     def __post_init__(self) -> None:
         if self.wire is not None:
-            known(self.wire, _WIRES, "wire")
+            checked_name(self.wire, _WIRES, "wire")
 
     def reduce(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from sparcel._checks import number, whole_number
+from sparcel._checks import checked_number, checked_whole
 from sparcel.errors import InputError
 
 
@@ -19,7 +19,7 @@ def checked_schedule(
         checked_density(density, f"warmup[{place}]") for place, density in enumerate(densities)
     )
     if steps is not None:
-        steps = whole_number(steps, "warmup_steps", at_least=1)
+        steps = checked_whole(steps, "warmup_steps", at_least=1)
     elif checked:
         raise InputError(
             f"warmup={list(checked)} needs warmup_steps, the optimiser steps that each density"
@@ -36,9 +36,9 @@ def checked_schedule(
 
 def checked_density(density: float, name: str = "density") -> float:
     """Return ``density`` as a float in (0, 1], or raise an `InputError` that names it."""
-    share = number(density, name)
+    share = checked_number(density, name)
     hint = f"for a percentage pass density={share / 100:g}" if 1 < share <= 100 else ""
-    return number(density, name, above=0, at_most=1, hint=hint)
+    return checked_number(density, name, above=0, at_most=1, hint=hint)
 
 
 WAITING = 7.0

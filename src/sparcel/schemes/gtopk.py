@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sparcel.collectives.gtopk import gtopk
 from sparcel.collectives.gtopk import stages as gtopk_stages
-from sparcel.errors import known
+from sparcel.errors import checked_name
 from sparcel.schemes._put_back import PUT_BACK, put_back
 from sparcel.schemes._stages import apply_stages, select_stages
 from sparcel.schemes.ledger import Ledger
@@ -42,7 +42,7 @@ class GTopK(Selecting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known(self.put_back, PUT_BACK, "put_back")
+        checked_name(self.put_back, PUT_BACK, "put_back")
 
     def _exchange(self, ledger: Ledger, wire: Wire) -> SparseStream:
         return exchange_gtopk(ledger, wire, self.put_back)

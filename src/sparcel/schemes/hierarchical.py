@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparcel import patterns
-from sparcel._checks import whole_number
+from sparcel._checks import checked_whole
 from sparcel.collectives.dense import agreement_stages
 from sparcel.collectives.reduce_scatter import (
     reduce_scatter,
@@ -65,7 +65,7 @@ class Hierarchical(Scheme):
         if not isinstance(self.inner, Scheme):
             raise InputError(f"inner must be a scheme, as sparcel.scheme makes, got {self.inner!r}")
         if self.ranks_per_node is not None:
-            self.ranks_per_node = whole_number(self.ranks_per_node, "ranks_per_node", at_least=1)
+            self.ranks_per_node = checked_whole(self.ranks_per_node, "ranks_per_node", at_least=1)
         self.inner = self.inner.fresh()
 
     def __str__(self) -> str:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparcel._checks import whole_number
+from sparcel._checks import checked_whole
 from sparcel.collectives.oktopk import oktopk
 from sparcel.collectives.oktopk import stages as oktopk_stages
-from sparcel.errors import InputError, known
+from sparcel.errors import InputError, checked_name
 from sparcel.schemes._put_back import PUT_BACK, put_back
 from sparcel.schemes._stages import apply_stages, select_stages
 from sparcel.schemes.ledger import Ledger
@@ -56,8 +56,8 @@ class OkTopK(Selecting):
     _reuse: Reuse | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        known(self.threshold, ["exact", "reuse"], "threshold")
-        known(self.put_back, PUT_BACK, "put_back")
+        checked_name(self.threshold, ["exact", "reuse"], "threshold")
+        checked_name(self.put_back, PUT_BACK, "put_back")
         reuses = self.threshold == "reuse"
         self.threshold_steps = _checked_steps(self.threshold_steps, "threshold_steps", reuses, 32)
         self.boundary_steps = _checked_steps(self.boundary_steps, "boundary_steps", reuses, 64)
@@ -98,7 +98,7 @@ def _checked_steps(steps: int | None, name: str, reuses: bool, default: int) -> 
     """Return how many steps an estimate serves, None if nothing is reused."""
     if steps is None:
         return default if reuses else None
-    steps = whole_number(steps, name, at_least=1)
+    steps = checked_whole(steps, name, at_least=1)
     if not reuses:
         raise InputError(
             f'{name}={steps} needs threshold="reuse"; with threshold="exact" nothing is reused, so'

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from sparcel._checks import number, whole_number
+from sparcel._checks import checked_number, checked_whole
 from sparcel.collectives.broadcast import broadcast, message_stages
 from sparcel.collectives.halving_doubling import halving_doubling
 from sparcel.collectives.halving_doubling import stages as halving_doubling_stages
 from sparcel.comm import Communicator
-from sparcel.errors import InputError, known
+from sparcel.errors import InputError, checked_name
 from sparcel.formats import Expected
 from sparcel.schemes._stages import STEP_OPERATIONS, apply_stages
 from sparcel.schemes.ledger import Ledger
@@ -55,9 +55,9 @@ class ScaleCom(Selecting):
     beta_switch: str | None = None
 
     def __post_init__(self) -> None:
-        self.beta = number(self.beta, "beta", above=0, at_most=1, hint="1 filters nothing")
+        self.beta = checked_number(self.beta, "beta", above=0, at_most=1, hint="1 filters nothing")
         if self.beta_steps is not None:
-            self.beta_steps = whole_number(self.beta_steps, "beta_steps", at_least=1)
+            self.beta_steps = checked_whole(self.beta_steps, "beta_steps", at_least=1)
             if self.beta == 1:
                 raise InputError(
                     f"beta_steps={self.beta_steps} ends the filter, but beta=1 filters nothing;"
@@ -66,7 +66,7 @@ class ScaleCom(Selecting):
             if self.beta_switch is None:
                 self.beta_switch = "owed"
         if self.beta_switch is not None:
-            known(self.beta_switch, ["owed", "memory"], "beta_switch")
+            checked_name(self.beta_switch, ["owed", "memory"], "beta_switch")
             if self.beta_steps is None:
                 raise InputError(
                     f"beta_switch={self.beta_switch!r} says what stays the same when beta becomes"

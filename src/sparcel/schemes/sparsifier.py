@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparcel import auto
-from sparcel._checks import number
+from sparcel._checks import checked_number
 from sparcel.comm import Communicator
 from sparcel.formats import Format, format_named
 from sparcel.memory import Memory, emptied, wide_dtype
@@ -67,9 +67,9 @@ class Sparsifier(Scheme):
     def __post_init__(self) -> None:
         self.density = checked_density(self.density)
         self.warmup, self.warmup_steps = checked_schedule(self.warmup, self.warmup_steps)
-        self.momentum = number(self.momentum, "momentum", at_least=0, below=1)
+        self.momentum = checked_number(self.momentum, "momentum", at_least=0, below=1)
         if self.clip is not None:
-            self.clip = number(self.clip, "clip", above=0, hint="None clips nothing")
+            self.clip = checked_number(self.clip, "clip", above=0, hint="None clips nothing")
         if self.format != "auto":
             self.format = format_named(self.format)
         self._memory = Memory(self.momentum, self.clip)

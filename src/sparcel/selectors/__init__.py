@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from sparcel.errors import InputError, known
+from sparcel.errors import InputError, checked_name
 from sparcel.selectors.base import Selector, overlap
 from sparcel.selectors.mstopk import MSTopK
 from sparcel.selectors.randomk import RandomK
@@ -59,8 +59,8 @@ def selector(choice: str | Selector, **settings: Any) -> Selector:
                 " give a name, or make the selector with them"
             )
         return choice
-    kind = SELECTORS[known(choice, SELECTORS, "selector")]
+    kind = SELECTORS[checked_name(choice, SELECTORS, "selector")]
     accepted = list(inspect.signature(kind).parameters)
     for setting in settings:
-        known(setting, accepted, f"a setting of selector {choice!r}")
+        checked_name(setting, accepted, f"a setting of selector {choice!r}")
     return kind(**settings)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparcel import device, kernels
-from sparcel._checks import whole_number
+from sparcel._checks import checked_whole
 from sparcel.selectors.base import Selector, reaching, stream_of
 from sparcel.selectors.draws import integers
 from sparcel.stream import SparseStream
@@ -49,8 +49,8 @@ class MSTopK(Selector):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self.samplings = whole_number(self.samplings, "samplings", at_least=1)
-        self.seed = whole_number(self.seed, "seed")
+        self.samplings = checked_whole(self.samplings, "samplings", at_least=1)
+        self.seed = checked_whole(self.seed, "seed")
 
     def select(self, x: Tensor, k: int, step: int = 0) -> SparseStream:
         """Bisect the threshold, and fill up from the slice."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sparcel import device, kernels
-from sparcel._checks import whole_number
+from sparcel._checks import checked_whole
 from sparcel.selectors.base import Selector, reaching, stream_of
 from sparcel.selectors.draws import distinct
 from sparcel.stream import SparseStream
@@ -29,7 +29,7 @@ class RandomK(Selector):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self.seed = whole_number(self.seed, "seed")
+        self.seed = checked_whole(self.seed, "seed")
 
     def select(self, x: Tensor, k: int, step: int = 0) -> SparseStream:
         """Draw coordinates, and leave out those that are zero."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel._checks import FLOAT_DTYPES, check_type, whole_number
+from sparcel._checks import FLOAT_DTYPES, check_type, checked_whole
 from sparcel.errors import InputError
 from sparcel.selectors.base import Selector, stream_of
 from sparcel.stream import SparseStream
@@ -85,9 +85,9 @@ class Bucketed(Ranked):
     count: int | None = None
 
     def __post_init__(self) -> None:
-        self.bucket = whole_number(self.bucket, "bucket", at_least=1)
+        self.bucket = checked_whole(self.bucket, "bucket", at_least=1)
         if self.count is not None:
-            self.count = whole_number(self.count, "count", at_least=1)
+            self.count = checked_whole(self.count, "count", at_least=1)
 
     def rule(self, k: int, size: int) -> tuple[int, int | None]:
         """Round the density to a count a bucket."""
@@ -117,7 +117,7 @@ class Chunkwise(Ranked):
     m: int = 1
 
     def __post_init__(self) -> None:
-        self.m = whole_number(self.m, "m", at_least=1)
+        self.m = checked_whole(self.m, "m", at_least=1)
 
     def rule(self, k: int, size: int) -> tuple[int, int | None]:
         """Choose the shortest chunks that let no more than k through."""
@@ -152,4 +152,4 @@ def topk(x: Tensor, k: int) -> SparseStream:
             f"topk selects from a one-dimensional float tensor, got {x.dtype} of shape"
             f" {tuple(x.shape)}; flatten it first"
         )
-    return ExactTopK().select(x.detach().contiguous(), whole_number(k, "k", at_least=1))
+    return ExactTopK().select(x.detach().contiguous(), checked_whole(k, "k", at_least=1))

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from sparcel import device, kernels
-from sparcel._checks import number, whole_number
+from sparcel._checks import checked_number, checked_whole
 from sparcel.selectors.base import Selector, reaching, stream_of
 from sparcel.stream import SparseStream
 
@@ -39,7 +39,7 @@ class ThresholdReuse(Selector):
     _since: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.period = whole_number(self.period, "period", at_least=1)
+        self.period = checked_whole(self.period, "period", at_least=1)
 
     def most(self, k: int, size: int) -> int:
         """Return ⌈4k/3⌉, or the size."""
@@ -67,7 +67,9 @@ class ThresholdReuse(Selector):
         """Take over the threshold, with the k and the step that it was computed for."""
         hint, threshold = "load what such a selector saved", state.get("threshold")
         if threshold is not None:
-            threshold = number(threshold, "threshold", at_least=0, below=math.inf, hint=hint)
-        k = whole_number(state.get("k"), "k", at_least=0, hint=hint)
-        since = whole_number(state.get("since"), "since", at_least=0, hint=hint)
+            threshold = checked_number(
+                threshold, "threshold", at_least=0, below=math.inf, hint=hint
+            )
+        k = checked_whole(state.get("k"), "k", at_least=0, hint=hint)
+        since = checked_whole(state.get("since"), "since", at_least=0, hint=hint)
         self._threshold, self._k, self._since = threshold, k, since

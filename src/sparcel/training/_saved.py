@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparcel._checks import check_part, check_type, checked_filter, whole_number
+from sparcel._checks import check_part, check_type, checked_filter, checked_whole
 from sparcel.errors import InputError
 from sparcel.training.flush import FLUSH_STEPS
 from sparcel.training.layout import Layout, Position, fits
@@ -115,7 +115,7 @@ def _checked_count(state: Mapping[str, Any], key: str, at_least: int, at_most: i
     """Return a whole number of the state; None if it is not there."""
     if key not in state:
         return None
-    return whole_number(state[key], f"the state's {key!r}", at_least, at_most, _WAY_OUT)
+    return checked_whole(state[key], f"the state's {key!r}", at_least, at_most, _WAY_OUT)
 
 
 def _checked_filter(state: Mapping[str, Any]) -> float:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sparcel._checks import flag
+from sparcel._checks import checked_flag
 from sparcel.comm import Group, Job
-from sparcel.errors import CommunicationError, InputError, known
+from sparcel.errors import CommunicationError, InputError, checked_name
 from sparcel.memory import Range
 from sparcel.rates import Rates
 from sparcel.schemes import Scheme
@@ -128,8 +128,8 @@ class Averager:
         shard: Shard | None = None,
     ) -> None:
         check_arguments(tensors, scheme, scaler, policy, densities, rows, rates)
-        withhold_zeros = flag(withhold_zeros, "withhold_zeros")
-        frontload = flag(frontload, "frontload")
+        withhold_zeros = checked_flag(withhold_zeros, "withhold_zeros")
+        frontload = checked_flag(frontload, "frontload")
         template = scheme.fresh()
         copied = () if shard is None else shard.copied
         treatment = treat(tensors, template, policy, densities or {}, rows, scope, copied)
@@ -299,7 +299,7 @@ class Averager:
         if session.ahead is not None:
             raise InputError("the parameters of this exchange are moved ahead already")
         for name in parameters:
-            known(name, session.treatment.tensors, "the name of a tensor to move ahead")
+            checked_name(name, session.treatment.tensors, "the name of a tensor to move ahead")
         session.ahead = ahead = Ahead(parameters, session.residuals, arrange)
         if optimizer is not None:
             ahead.follow(optimizer)

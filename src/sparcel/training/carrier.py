@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from sparcel.comm import Communicator, Group, TorchCommunicator, carry, resolve
 from sparcel.device import GPUS
-from sparcel.errors import InputError, known
+from sparcel.errors import InputError, checked_name
 
 Carrier: TypeAlias = Literal["host", "nccl"]
 """What carries tensors of a GPU."""
@@ -25,7 +25,7 @@ def connected(
     InputError
         For a carrier that does not exist, or NCCL for tensors on the CPU.
     """
-    known(carrier, get_args(Carrier), "carrier")
+    checked_name(carrier, get_args(Carrier), "carrier")
     on_gpu = device.type in GPUS
     if carrier == "nccl" and not on_gpu:
         raise InputError(

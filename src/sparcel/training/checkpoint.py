@@ -8,7 +8,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from sparcel._checks import all_finite, whole_number
+from sparcel._checks import all_finite, checked_whole
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, warn
 from sparcel.memory import saturate
@@ -35,7 +35,7 @@ def collect(
     The keys depend on nothing but the ranks' numbers: a rank that owes nothing has zeros.
     ``tensors`` are those that schemes with memory make sparse, here and below.
     """
-    kinds, saved_by = residuals.owed_kinds, whole_number(saved_by, "saved_by", at_least=1)
+    kinds, saved_by = residuals.owed_kinds, checked_whole(saved_by, "saved_by", at_least=1)
     rank, shard = ranks.comm.rank, ranks.shard
     state = _common(residuals, tensors if shard is None else {}, saved_by)
     for old_rank in range(rank, saved_by, ranks.comm.size):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparcel._checks import check_type
-from sparcel.errors import InputError, known, warn_on_rank_0
+from sparcel.errors import InputError, checked_name, warn_on_rank_0
 from sparcel.memory import Range, wide_dtype
 from sparcel.schemes import Scheme, checked_density
 from sparcel.training.layout import Arrangement, Piece
@@ -162,7 +162,7 @@ def treat(
     SparcelWarning
         When densities are given for a scheme that sends all.
     """
-    known(scope, get_args(Scope), "scope")
+    checked_name(scope, get_args(Scope), "scope")
     densities = _checked_densities(patterns, tensors)
     selects = bool(scheme.remembers)
     if densities and not selects:

@@ -19,7 +19,7 @@ from weakref import WeakSet
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sparcel._checks import check_type, number, whole_number
+from sparcel._checks import check_type, checked_number, checked_whole
 from sparcel.errors import InputError
 from sparcel.schemes import Scheme, chosen_scheme
 from sparcel.training.checks import check_switch
@@ -63,7 +63,7 @@ class Phase:
 
     def __post_init__(self) -> None:
         # An infinite length or rate has no limit of its own to break.
-        length = number(self.length, "length", above=0, below=math.inf)
+        length = checked_number(self.length, "length", above=0, below=math.inf)
         object.__setattr__(self, "length", int(length) if length.is_integer() else length)
         object.__setattr__(self, "scheme", chosen_scheme(self.scheme, {}))
         if isinstance(self.lr, tuple | list):
@@ -76,7 +76,7 @@ class Phase:
             object.__setattr__(self, "lr", _checked_rate(self.lr, "lr"))
         for name in ("resolution", "batch_size"):
             if (size := getattr(self, name)) is not None:
-                object.__setattr__(self, name, whole_number(size, name, at_least=1))
+                object.__setattr__(self, name, checked_whole(size, name, at_least=1))
 
     @property
     def rule(self) -> str:
@@ -142,7 +142,7 @@ class Schedule:
         """Where the phases start, and where the last one ends."""
         self._prepared: WeakSet[Handle] = WeakSet()
         """The handles that can have the schemes of all phases."""
-        if length is not None and number(length, "length") != self.length:
+        if length is not None and checked_number(length, "length") != self.length:
             raise InputError(
                 f"the phases last {self.length:.15g} together, not length={length}; correct their"
                 f" lengths, {[phase.length for phase in phases]}, or leave out length"
@@ -219,7 +219,7 @@ class Schedule:
     def _phase_at(self, t: float) -> tuple[Phase, float]:
         """Return the phase at a time, and how much of it is over, in [0, 1)."""
         hint = "the schedule is over" if t == self.length else ""
-        number(t, "t", at_least=0, below=self.length, hint=hint)
+        checked_number(t, "t", at_least=0, below=self.length, hint=hint)
         place = bisect_right(self._starts, t) - 1
         start, stop = self._starts[place : place + 2]
         # A quotient of rounded numbers may round to 1.
@@ -269,4 +269,4 @@ def _plain(total: Fraction) -> float:
 
 
 def _checked_rate(value: object, name: str) -> float:
-    return number(value, name, at_least=0, below=math.inf)
+    return checked_number(value, name, at_least=0, below=math.inf)

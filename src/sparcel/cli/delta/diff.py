@@ -46,9 +46,9 @@ def diff(
     Tensors are compared bit by bit, so nothing is lost. Checkpoints may be larger than memory.
     """
     from sparcel.delta.encoding import CODES
-    from sparcel.errors import known
+    from sparcel.errors import checked_name
 
-    known(code, CODES, "code")
+    checked_name(code, CODES, "code")
     check_output(output)
     before, after = open_checkpoint(old), open_checkpoint(new)
     check_apart({"--output": output}, [*before.files, *after.files])

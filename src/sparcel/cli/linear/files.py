@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sparcel.errors import InputError, known
+from sparcel.errors import InputError, checked_name
 
 LAYOUTS = ("svmlight", "lines", "tsv", "jsonl")
 
@@ -31,7 +31,7 @@ TextName = Annotated[str, typer.Option(help="Name of the column or field with th
 def layout_of(data: list[Path], layout: str | None) -> str:
     """Return what files hold, as told or by their names."""
     if layout is not None:
-        return known(layout, LAYOUTS, "--layout")
+        return checked_name(layout, LAYOUTS, "--layout")
     from sparcel.rows.pieces import is_compressed
 
     by_suffix = {".tsv": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "lines"}

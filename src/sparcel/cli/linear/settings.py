@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from sparcel.cli.options import is_typed
-from sparcel.errors import InputError, known
+from sparcel.errors import InputError, checked_name
 from sparcel.linear.parameters import OF_ONE_SOLVER, Parameters, Rule, descriptions
 
 _NAMES = {"random_state": "--seed", "average": "--average", "asynchronous": "--asynchronous"}
@@ -35,7 +35,7 @@ def with_parameters(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(**given: Any) -> None:
-        solver = known(given["solver"], OF_ONE_SOLVER, "--solver")
+        solver = checked_name(given["solver"], OF_ONE_SOLVER, "--solver")
         other = next(name for name in OF_ONE_SOLVER if name != solver)
         refuse_typed(
             given["context"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparcel._checks import number, whole_number
+from sparcel._checks import checked_number, checked_whole
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Network:
     node_bandwidth: float = float("inf")
 
     def __post_init__(self) -> None:
-        whole_number(self.ranks_per_node, "ranks_per_node", at_least=1)
+        checked_whole(self.ranks_per_node, "ranks_per_node", at_least=1)
         for name in ("latency_s", "node_latency_s"):
-            number(getattr(self, name), name, at_least=0, hint="it is in seconds")
+            checked_number(getattr(self, name), name, at_least=0, hint="it is in seconds")
         for name in ("bandwidth", "node_bandwidth"):
             unit = "it is in bytes a second; leave it out for no limit"
-            number(getattr(self, name), name, above=0, hint=unit)
+            checked_number(getattr(self, name), name, above=0, hint=unit)
 
     def message_seconds(self, nbytes: int, between_nodes: bool) -> float:
         """Return how long a message occupies a port, between nodes or inside one."""

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from sparcel._checks import check_callable, check_type, flag, whole_number
+from sparcel._checks import check_callable, check_type, checked_flag, checked_whole
 from sparcel.comm.failure import Cause
 from sparcel.comm.simulated.cluster import Cluster
 from sparcel.comm.simulated.communicator import SimulatedCommunicator
@@ -104,10 +104,10 @@ def simulate(
         The exception of the first rank that failed; a deadlock raises `CommunicationError`, or
         `MismatchError` if the ranks wait in different calls.
     """
-    world_size = whole_number(world_size, "world_size", at_least=1)
+    world_size = checked_whole(world_size, "world_size", at_least=1)
     check_callable(function, "function")
     network = Network(latency_s, bandwidth, ranks_per_node, node_latency_s, node_bandwidth)
-    cluster = Cluster(world_size, ranks_per_node, flag(cpu_time, "cpu_time"))
+    cluster = Cluster(world_size, ranks_per_node, checked_flag(cpu_time, "cpu_time"))
     return Report(_run(cluster, function), cluster.traffic, network, cluster.trace)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sparcel.errors import InputError, known
+from sparcel.errors import InputError, checked_name
 from sparcel.linear.parameters import Rule
 
 RULES: dict[str, Callable[[float], float]] = {
@@ -41,7 +41,7 @@ class StepSizes:
     def __init__(self, rule: Rule, eta0: float) -> None:
         self.adaptive = rule == "adagrad"
         self._is_bold = rule == "bold_driver"
-        self._rule = rule if callable(rule) else RULES[known(rule, RULES, "step")]
+        self._rule = rule if callable(rule) else RULES[checked_name(rule, RULES, "step")]
         self._given = callable(rule)
         self.size, self.last_loss = eta0, float("inf")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from sparcel._checks import check_type, number, whole_number
+from sparcel._checks import check_type, checked_number, checked_whole
 from sparcel.collectives.gtopk import GlobalTopk
 from sparcel.collectives.oktopk_reuse import Estimates, oktopk_reuse
 from sparcel.errors import InputError
@@ -68,14 +68,14 @@ def checked_estimates(state: Mapping[str, Any]) -> Estimates:
                 f"{name} must have a list of boundaries, got {boundaries!r}; {STATE_HINT}"
             )
         boundaries = tuple(
-            whole_number(one, f"a boundary in {name}", at_least=0, hint=STATE_HINT)
+            checked_whole(one, f"a boundary in {name}", at_least=0, hint=STATE_HINT)
             for one in boundaries
         )
         if boundaries[:1] != (0,) or list(boundaries) != sorted(boundaries):
             raise InputError(f"{name} must have boundaries that rise from 0; {STATE_HINT}")
     if threshold is not None:
-        threshold = number(
+        threshold = checked_number(
             threshold, f"the threshold in {name}", at_least=0, below=math.inf, hint=STATE_HINT
         )
-    k = whole_number(found.get("k", 0), f"k in {name}", at_least=0, hint=STATE_HINT)
+    k = checked_whole(found.get("k", 0), f"k in {name}", at_least=0, hint=STATE_HINT)
     return Estimates(boundaries, threshold, k)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparcel._checks import whole_number
+from sparcel._checks import checked_whole
 from sparcel.collectives.split_allgather import split_allgather
 from sparcel.errors import InputError
 from sparcel.formats import FewBits, Format
@@ -44,9 +44,9 @@ class SparCML(Selecting):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.seed is not None:
-            self.seed = whole_number(self.seed, "seed")
+            self.seed = checked_whole(self.seed, "seed")
         if self.bits is not None:
-            self.bits, self.seed = whole_number(self.bits, "bits"), self.seed or 0
+            self.bits, self.seed = checked_whole(self.bits, "bits"), self.seed or 0
             if self.format not in (Format(), _paper_format(self.bits, self.seed)):
                 raise InputError(
                     f"bits={self.bits} is a format of its own; leave out bits, or format"
