@@ -19,7 +19,7 @@ from sparcel import SparseStream, kernels
 from sparcel.selectors import Selector
 from sparcel.selectors.base import reaching, stream_of
 from sparcel.selectors.draws import integers
-from sparcel.selectors.mstopk import rounded
+from sparcel.selectors.papers.mstopk import rounded
 
 SMALLEST_SAMPLE = 512
 

@@ -433,9 +433,7 @@ def chunks_between(
         return list(encode(new, old, code=code, since=since, **options))
 
 
-def refused(
-    chunks: Iterable[bytes], error: type[Exception] = VersionError, match: str = ""
-) -> None:
+def refused(chunks: Iterable[bytes], match: str | None = None) -> None:
     """Chunks raise an error, and the weights stay what they were."""
     for threads in (1, 3):
         target = copied(FIRST)

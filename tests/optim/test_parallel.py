@@ -163,7 +163,7 @@ def test_ranks_do_not_share_in_the_recorded_training_that_lost_by_it(
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
     example: Any = importlib.import_module("growing_images")
-    rows = report.recorded()["rows"]
+    rows = report.recorded()
     alone, shared = (
         report.step_parts(report.warm(report.of_kind(rows, kind)["Dense-SGD"], 12))["LARS"]
         for kind in ("existing", "throughput")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparcel.selectors.base import reaching
 from sparcel.selectors.draws import distinct, integers
-from sparcel.selectors.mstopk import _all_reaching, _mean_magnitude, rounded
+from sparcel.selectors.papers.mstopk import _all_reaching, _mean_magnitude, rounded
 from tests.selectors.test_properties import vectors
 
 

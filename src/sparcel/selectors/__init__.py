@@ -7,10 +7,11 @@ from typing import Any
 
 from sparcel.errors import InputError, checked_name
 from sparcel.selectors.base import Selector, overlap
-from sparcel.selectors.mstopk import MSTopK
-from sparcel.selectors.randomk import RandomK
-from sparcel.selectors.ranked import Bucketed, Chunkwise, ExactTopK, topk
-from sparcel.selectors.reuse import ThresholdReuse
+from sparcel.selectors.papers.chunked import Bucketed, Chunkwise
+from sparcel.selectors.papers.mstopk import MSTopK
+from sparcel.selectors.papers.randomk import RandomK
+from sparcel.selectors.papers.reuse import ThresholdReuse
+from sparcel.selectors.ranked import ExactTopK, topk
 
 __all__ = [
     "SELECTORS",
