@@ -74,7 +74,6 @@ class BitWriter {
         if (waiting_) *place_ |= waiting_;
     }
     // How many words hold what was appended to them.
-    size_t words_used(const uint64_t* words) const { return size_t(place_ - words) + (used_ > 0); }
 
   private:
     uint64_t* place_;       // where the next bits go

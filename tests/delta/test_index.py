@@ -152,7 +152,20 @@ def test_unknown_versions_are_named() -> None:
 WRONG = {
     "format": ["sparcel-delta-0", 1],
     "entries": [5, "text", {}, [1], None],
-    "base": [[2, "1"], [], [1], [1, "xyz"], ["a", "1"], 7, [float("inf"), "1"], [1, 1]],
+    "base": [
+        [2, "1"],
+        [],
+        [1],
+        [1, "xyz"],
+        ["a", "1"],
+        7,
+        [float("inf"), "1"],
+        [1, 1],
+        {},
+        "",
+        False,
+        0,
+    ],
     "version": [None, [], [1], 7],
     "kind": ["anchor", "other", 3],
     "names": [
@@ -169,7 +182,9 @@ def test_a_wrong_index_is_refused(
     tmp_path_factory: pytest.TempPathFactory, key: str, value: object
 ) -> None:
     store = Folder(tmp_path_factory.mktemp("store"))
-    write_index(store, Index((entry(Version(1, 2), Version(2, 3), 9),)))
+    is_anchor = isinstance(value, dict | str | bool) or value == []
+    base = None if key == "base" and is_anchor else Version(1, 2)
+    write_index(store, Index((entry(base, Version(2, 3), 9),)))
     told = json.loads(bytes(store.read(INDEX)))
     (told if key in ("format", "entries") else told["entries"][0])[key] = value
     if key == "entries":

@@ -399,4 +399,5 @@ def test_a_base_in_a_folder_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_base_of_nothing(tmp_path: Path) -> None:
-    Publisher(tmp_path / "run", base=tmp_path / "base").publish({"empty": torch.zeros(0, 3)})
+    publisher = Publisher(tmp_path / "run", base=tmp_path / "base")
+    assert publisher.publish({"empty": torch.zeros(0, 3)}).number == 0

@@ -418,13 +418,13 @@ def test_a_publisher_that_only_looks_takes_nothing_away(tmp_path: Path) -> None:
     store, models = Folder(tmp_path), history(3)
     one = Publisher(store)
     publish(one, models[:2])
-    real = one._ledger.commit
+    real = one._index_writer.commit
 
     def late(*entry: Any) -> None:
         Publisher(store)
         real(*entry)
 
-    with patch.object(one._ledger, "commit", late):
+    with patch.object(one._index_writer, "commit", late):
         one.publish(models[2])
     subscriber = Subscriber(store)
     subscriber.update()

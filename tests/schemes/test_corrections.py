@@ -281,6 +281,9 @@ def test_a_state_of_another_filter_owes_the_same(nodes):
                 other = make(**settings)
                 other.load_state_dict(held)
                 assert torch.equal(other.memory, owed)
+                again = make(**settings)
+                again.load_state_dict(other.state_dict())
+                assert torch.equal(again.memory, owed)
                 update = other.step(torch.zeros(400), comm)
                 outcomes.append((owed, update, copy_of(other.memory)))
         return outcomes

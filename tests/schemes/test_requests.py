@@ -166,3 +166,17 @@ def test_what_rounding_gives_back_has_not_left_the_memory():
     for (whole, void), left in simulate(2, on_rank).results:
         assert whole == pytest.approx(left, rel=1e-5)
         assert void == 0
+
+
+def test_withheld_ranges_keep_their_velocity():
+    def on_rank(comm):
+        scheme = sparcel.scheme("topk", density=0.2, momentum=0.5)
+        scheme.step(normal(comm.rank, 0, 100), comm)
+        before = scheme.coordinates()["velocity"].clone()
+        gradient = normal(comm.rank, 1, 100)
+        gradient[:50] = 0
+        scheme.step(gradient, comm, request=Request(withheld=[(0, 50)]))
+        assert before[:50].any()
+        assert torch.equal(scheme.coordinates()["velocity"][:50], before[:50])
+
+    simulate(2, on_rank)

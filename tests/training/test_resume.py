@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -119,6 +121,38 @@ def test_the_full_state_is_that_of_all_ranks(make: Callable[[], Scheme], steps: 
     assert others == [{}, {}, {}]
     remembered = [key for key in states[0] if key.startswith("rank0.")]
     assert messages == (0, *[len(remembered)] * 3)  # one tensor at a time
+
+
+def test_a_distributed_checkpoint_of_another_filter_owes_the_same(tmp_path: Path) -> None:
+    def on_rank(comm: Communicator) -> None:
+        saved = trained(comm, ScaleCom(0.05, beta=0.5))
+        state = saved.handle.state_dict()
+        of_0_1_0 = {
+            key: part / 2 if key.startswith("rank") else part for key, part in state.items()
+        } | {"filter": torch.tensor(0.5, dtype=torch.float64)}
+        dcp.save(of_0_1_0, checkpoint_id=tmp_path, no_dist=True)
+        loaded = trained(comm, ScaleCom(0.05, beta=0.5), 0)
+        asked = loaded.handle.state_dict()
+        dcp.load(asked, checkpoint_id=tmp_path, no_dist=True)
+        loaded.handle.load_state_dict(asked)
+        before, after = owed_by(saved, 0), owed_by(loaded, 0)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(after[name], before[name]) for name in before)
+
+    simulate(1, on_rank)
+
+
+def test_a_state_is_refused_while_tensors_are_queued() -> None:
+    def on_rank(comm: Communicator) -> None:
+        averager = even_averager({"a": torch.zeros(8)}, TopK(0.5), group=comm)
+        state = averager.handle.state_dict()
+        averager.queue(torch.ones(8), {"a": (0, 8)})
+        with pytest.raises(InputError, match=r"finish\(\) that step before load_state_dict"):
+            averager.handle.load_state_dict(state)
+        averager.finish()
+        averager.handle.load_state_dict(state)
+
+    simulate(1, on_rank)
 
 
 @pytest.mark.parametrize("nodes", [None, 1])

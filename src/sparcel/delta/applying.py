@@ -68,7 +68,7 @@ class Prepared:
     ) -> None:
         """Exchange values, remove tensors and add others; if that fails, nothing is changed."""
         if self._state != before:
-            raise VersionError(f"this step is {self._state} already; prepare another one")
+            raise VersionError(f"this delta is {self._state} already; prepare it again")
         tensors = tensors_of(self._target)
         self._check_there(tensors, gone)
         self._state = "torn"  # if an interrupt comes too late to undo all
@@ -97,7 +97,8 @@ class Prepared:
                 there = memory_of(tensors[name]) == memory_of(self._parts[name].local)
             if not there:
                 raise VersionError(
-                    f"{name!r} was replaced since this step was prepared; prepare again, or {FETCH}"
+                    f"{name!r} was replaced since this delta was prepared; prepare it again, or"
+                    f" {FETCH}"
                 )
 
     def _changes(self) -> Iterator[Change]:
@@ -132,20 +133,20 @@ class Inverse:
     base: Version
     version: Version
     changed: int
-    _step: Prepared = field(repr=False)
+    _prepared: Prepared = field(repr=False)
 
     @property
     def waits(self) -> bool:
         """Whether it can be undone."""
-        return self._step._state == "written"
+        return self._prepared._state == "written"
 
     def changes(self) -> Iterator[Change]:
         """Yield what has changed in each tensor, under each of its names, with the new values."""
-        return self._step._changes() if self.waits else iter(())
+        return self._prepared._changes() if self.waits else iter(())
 
     def undo(self) -> None:
         """Make the weights what they were, bit for bit; this can be done once."""
-        self._step._exchange("written", "undone", self._step._added, self._step._gone)
+        self._prepared._exchange("written", "undone", self._prepared._added, self._prepared._gone)
 
 
 def swap_all(

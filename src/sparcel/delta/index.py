@@ -198,7 +198,8 @@ def write_index(store: Store, index: Index) -> None:
 
 
 def _entry(told: dict[str, Any]) -> Entry:
-    base, made = told["base"] and Version.read(told["base"]), Version.read(told["version"])
+    base = None if told["base"] is None else Version.read(told["base"])
+    made = Version.read(told["version"])
     kind = "delta" if base else "anchor"
     if told["kind"] != kind or (base and base.number >= made.number):
         raise ValueError(f"an entry of kind {told['kind']!r} from {base} to {made}")
@@ -217,7 +218,7 @@ def file_name(base: Version | None, number: int, writer: str, rank: int | None =
     return f"{what}-{writer}{'' if rank is None else f'.{rank:04}'}.safetensors"
 
 
-class Ledger:
+class IndexWriter:
     """The index of a store as one publisher knows it, who alone may change it.
 
     Each change raises VersionError, and changes nothing, if somebody else has changed the index

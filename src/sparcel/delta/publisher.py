@@ -16,7 +16,7 @@ from sparcel.delta.base import copied, remembered
 from sparcel.delta.chunk import Version, read_chunk
 from sparcel.delta.encoding import CODES, encode_parts, version_of
 from sparcel.delta.files import File, anchor_file, check_storable, delta_file
-from sparcel.delta.index import Entry, Index, Ledger, file_name
+from sparcel.delta.index import Entry, Index, IndexWriter, file_name
 from sparcel.delta.pieces import Part, Weights, parts_of, tensors_of, untied
 from sparcel.delta.stores import Folder, Store, store_at
 from sparcel.delta.subscriber import Subscriber
@@ -91,7 +91,7 @@ class Publisher:
         self._file = None if base is None else Path(base)
         self._base: dict[str, Tensor] = {}
         self._writer = secrets.token_hex(8)
-        self._ledger = Ledger(self._store, self._writer, lag)
+        self._index_writer = IndexWriter(self._store, self._writer, lag)
         self._resume()
 
     def publish(self, weights: Weights, number: int | None = None) -> Version:
@@ -120,7 +120,7 @@ class Publisher:
         parts = parts_of(tensors)
         check_storable(parts)
         _check_whole(parts)
-        number = self._ledger.begin(number)
+        number = self._index_writer.begin(number)
         if self.version != self._index.newest:  # an error came between a commit and the base
             self._resume()
         if self._bracketed:
@@ -132,7 +132,7 @@ class Publisher:
             self.version = self._publish_delta(parts, number)
         if self._since_anchor() >= self._anchor_every:
             self._publish_anchor()
-        self._ledger.prune()
+        self._index_writer.prune()
         return self.version
 
     def _publish_delta(self, parts: Mapping[str, Part], number: int) -> Version:
@@ -181,9 +181,9 @@ class Publisher:
         changed: int,
     ) -> None:
         name = file_name(base, version.number, self._writer)
-        size = self._ledger.write(name, file)
-        self._ledger.prove(name, version)
-        self._ledger.commit(base, version, (name,), size, self._elements(), changed)
+        size = self._index_writer.write(name, file)
+        self._index_writer.prove(name, version)
+        self._index_writer.commit(base, version, (name,), size, self._elements(), changed)
 
     def _publish_anchor(self) -> None:
         """Publish the last version as an anchor, and a delta to it from the anchor before."""
@@ -207,7 +207,7 @@ class Publisher:
 
     @property
     def _index(self) -> Index:
-        return self._ledger.index
+        return self._index_writer.index
 
     def _resume(self) -> None:
         """Take the newest version of the store as the base.

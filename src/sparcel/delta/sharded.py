@@ -21,7 +21,7 @@ from sparcel.delta.chunk import Version, read_chunk
 from sparcel.delta.decoding import found_in
 from sparcel.delta.encoding import CODES, encode_parts, in_threads
 from sparcel.delta.files import check_storable, delta_file
-from sparcel.delta.index import Ledger, file_name
+from sparcel.delta.index import IndexWriter, file_name
 from sparcel.delta.pieces import Part, Piece, Weights, parts_of, tensors_of, ties_of, untied
 from sparcel.delta.stores import Store, store_at
 from sparcel.errors import InputError, MismatchError, VersionError, checked_name
@@ -81,7 +81,7 @@ class ShardedPublisher:
         self._based: Version | None = None
         self._deltas = 0
         self._outcome = "nothing is published"
-        self._ledger = self._together(lambda: Ledger(store_at(store), self._writer, lag))
+        self._index_writer = self._together(lambda: IndexWriter(store_at(store), self._writer, lag))
 
     def publish(self, weights: Weights) -> Version:
         """Publish weights, and return their version when it is durable, on all ranks.
@@ -111,7 +111,7 @@ class ShardedPublisher:
                 " same on all"
             )
         parts = self._owned(parts)
-        number = self._comm.gather_numbers(self._on_first(self._ledger.begin) or 0)[0]
+        number = self._comm.gather_numbers(self._on_first(self._index_writer.begin) or 0)[0]
         other = self._is_recut(parts) or ties_of(parts) != ties_of(self._base)
         if any(self._comm.gather_numbers(int(other))):
             since = None
@@ -124,7 +124,7 @@ class ShardedPublisher:
             whole = self._together(lambda: self._coded(self._base, {}, _NOTHING, number))
             version = self._write(whole, None, number)
             self._deltas = 0
-        self._on_first(self._ledger.prune)
+        self._on_first(self._index_writer.prune)
         self._based = version
         return version
 
@@ -183,16 +183,18 @@ class ShardedPublisher:
         version = since.after(number, sum(sums))
         names = tuple(file_name(base, number, self._writer, rank) for rank in range(comm.size))
         size = self._together(
-            lambda: self._ledger.write(names[comm.rank], delta_file(chunks, since, version))
+            lambda: self._index_writer.write(names[comm.rank], delta_file(chunks, since, version))
         )
         # Another rank's file, which may be on another host.
-        self._together(lambda: self._ledger.prove(names[(comm.rank + 1) % comm.size], version))
+        self._together(
+            lambda: self._index_writer.prove(names[(comm.rank + 1) % comm.size], version)
+        )
         elements = sum(part.piece.count for part in untied(self._base).values())
         mine = (size, elements, sum(chunk.changed for chunk in read))
         counts = [sum(comm.gather_numbers(count)) for count in mine]
         if self.version != version:
             self._outcome = f"the index tells whether version {version} is published"
-        self._on_first(lambda: self._ledger.commit(base, version, names, *counts))
+        self._on_first(lambda: self._index_writer.commit(base, version, names, *counts))
         self._outcome = f"version {version} is published, but what had to follow it is not done"
         self.version = version
         return version

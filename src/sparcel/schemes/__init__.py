@@ -141,10 +141,10 @@ def scheme(name: str | None = None, **settings: Unpack[Settings]) -> Scheme:
     name
         ``"dense"``, ``"bidirectional"``, ``"topk"``, ``"sparcml"``, ``"gtopk"``, ``"oktopk"``,
         ``"scalecom"``, ``"hitopk"`` or ``"torus2d"``; ``"mstopk"`` or ``"dgc"`` for top-k with
-        MSTopK's selector or DGC's rules; ``"auto"`` for the method that is the fastest here. None
-        for ``"bidirectional"`` with ``density=0.1, format="packed:4"``, where ``settings`` do not
-        differ;
-        a scheme that is named has a density of 1 % (``"dgc"`` 0.1 %) and sends ``"raw"`` streams.
+        MSTopK's selector or DGC's rules; ``"auto"`` for the method that is the fastest here. A
+        scheme that is named has a density of 1 % (``"dgc"`` 0.1 %) and sends ``"raw"`` streams.
+        None for ``"bidirectional"`` with ``density=0.1, format="packed:4"``, where ``settings`` do
+        not differ.
     settings
         The scheme's parameters, some of `Settings`: see `Dense`, `Bidirectional`, `TopK`,
         `SparCML`, `GTopK`, `OkTopK`, `ScaleCom`, `Auto`, and `sparcel.schemes.presets`.
@@ -167,8 +167,8 @@ def scheme(name: str | None = None, **settings: Unpack[Settings]) -> Scheme:
     for setting in settings:
         checked_name(setting, accepted, f"a setting of scheme {name!r}")
     made = kind(**settings)
-    format = getattr(made, "format", None)
-    rounds = isinstance(format, Format) and format.loses
+    format = getattr(made.inner if isinstance(made, Hierarchical) else made, "format", None)
+    rounds = isinstance(format, Format) and format.loses and not isinstance(made, Auto)
     if settings.get("density") == 1 and not rounds:
         warn_on_rank_0(
             "density=1 sends the whole gradient; for 1 % pass density=0.01, and for the whole"

@@ -44,7 +44,10 @@ def check_memory(state: Mapping[str, Any], scheme: str, remembers: Sequence[str]
 def owed_in(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a state whose memory is what is owed; in 0.1.0 it was that times ScaleCom's β."""
     beta, memory = float(state.get("beta", 1.0)), state.get("memory")
-    return state if memory is None or beta == 1 else {**state, "memory": saturate(memory / beta)}
+    if memory is None or beta == 1:
+        return state
+    rest = {name: part for name, part in state.items() if name != "beta"}
+    return {**rest, "memory": saturate(memory / beta)}
 
 
 def _check_part(part: object, name: str) -> None:

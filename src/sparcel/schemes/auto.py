@@ -14,6 +14,7 @@ from sparcel.comm import Communicator, digest
 from sparcel.errors import InputError, MismatchError, checked_name
 from sparcel.memory import wide_dtype
 from sparcel.rates import Rates
+from sparcel.schemes.base import Scheme
 from sparcel.schemes.dense import Dense
 from sparcel.schemes.dense import stages as dense_stages
 from sparcel.schemes.density import count_for
@@ -116,7 +117,7 @@ class Auto(Selecting):
 
     def _take_effect(self) -> None:
         if self._sent_whole:
-            self.steps += 1
+            Scheme._take_effect(self)
             self._memory.load({})  # it is all zeros
         else:
             super()._take_effect()

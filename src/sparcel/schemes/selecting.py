@@ -66,7 +66,8 @@ class Selecting(Sparsifier):
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Scheme.restore`."""
         super().restore(state)
-        self._shares, self._loaded = [], state.get("selectors", [])
+        self._shares = []
+        self._loaded = [dict(one) for one in state.get("selectors", [])]
 
     def _reduce_part(
         self,

@@ -307,7 +307,7 @@ class Averager:
 
     def on_close(self, undo: Callable[[], None]) -> None:
         """Let `Handle.close` undo what a driver has done to the user's objects."""
-        self._session.undo.append(undo)
+        self._session.undo.callback(undo)
 
     def _open(self, names: Iterable[str]) -> Transaction:
         """Return the step that is being queued, with these tensors added to it."""

@@ -154,6 +154,8 @@ def _common(
         "world_size": torch.tensor(saved_by),
         "flush": torch.tensor(residuals.flush.steps if owes else 0),
     }
+    if owes:  # in 0.1.0 ScaleCom's β, 1 since; distributed checkpoints load what is asked for alone
+        state["filter"] = torch.tensor(1.0, dtype=torch.float64)
     layout = residuals.layout() if residuals.kinds else {}
     for name in tensors if owes else ():
         state[LAYOUT + name] = torch.tensor(layout.get(name, Position(-1, 0, 0)))

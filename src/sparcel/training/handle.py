@@ -263,7 +263,7 @@ class Handle:
         InputError
             When an entry has a value that no state has. With ``strict``, also when an entry fits no
             tensor, or entries are missing, or the memory is a sum of velocities, and this scheme
-            would have to flush it. The memory then stays as it was.
+            would have to flush it. While tensors are queued. The memory then stays as it was.
 
         Notes
         -----
@@ -275,6 +275,8 @@ class Handle:
         (``threshold="reuse"``, ``selector="reuse"``) are estimated anew.
         """
         session = self._session
+        if session.step is not None:
+            raise InputError("tensors are queued; finish() that step before load_state_dict()")
         tensors = session.treatment.eligible
         checkpoint.load(state, session.residuals, tensors, session.ranks, strict)
 

@@ -108,12 +108,13 @@ class Ranks:
     def take_rates(self, rates: Rates | str | PathLike[str]) -> None:
         """Give the communicators these rates, and raise `MismatchError` if ranks have others."""
         everyone = self.everyone
-        everyone.rates = found = cost.rates_for(everyone, rates)
+        found = cost.rates_for(everyone, rates)
         if others := ranks_with_other(found.to_json(), everyone):
             raise MismatchError(
                 f"ranks {others} have other rates than rank {everyone.rank}; give all ranks the"
                 " same file"
             )
+        everyone.rates = found
         if self.shard is not None:  # ranks of other shards use the same links at the same time
             self.comm.rates = found.across_nodes()
 

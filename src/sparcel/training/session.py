@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -53,13 +53,12 @@ class Session:
     tally: Tally = field(default_factory=Tally)
     ahead: Ahead | None = None
     closed: bool = False
-    undo: list[Callable[[], None]] = field(default_factory=list)
+    undo: ExitStack = field(default_factory=ExitStack)
 
     def close(self) -> None:
         """Exchange nothing more, and undo what the driver has done."""
         self.closed = True
         try:
-            while self.undo:
-                self.undo.pop()()
+            self.undo.close()
         finally:
             self.ranks.close()
