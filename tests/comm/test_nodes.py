@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 from unittest.mock import patch
@@ -101,10 +102,12 @@ Places = Sequence[int | None] | None
 def found(comm: Communicator, hosts: str, local: Places, variable: str) -> Members | str:
     """Return a new communicator's nodes for these hosts and local ranks, or its error message."""
     child = comm.split(0)
-    given_here = {} if local is None or local[comm.rank] is None else {variable: local[comm.rank]}
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    if local is not None and local[comm.rank] is not None:
+        environment[variable] = str(local[comm.rank])
     with (
         patch.object(socket, "gethostname", lambda: f"host {hosts[comm.rank]}"),
-        patch.dict("os.environ", {name: str(number) for name, number in given_here.items()}),
+        patch.dict(os.environ, environment, clear=True),
     ):
         try:
             return members(child)

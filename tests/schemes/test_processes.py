@@ -15,6 +15,7 @@ import torch
 
 import sparcel
 from sparcel.comm import Communicator, TorchCommunicator
+from sparcel.comm.simulated import SimulatedCommunicator
 from sparcel.errors import CommunicationError, MismatchError
 from sparcel.schemes import Hierarchical, OkTopK
 from tests.sampling import meeting
@@ -43,9 +44,13 @@ SUMMED_BY_THE_ENGINE = ["dense"]
 
 @contextmanager
 def launched(comm: Communicator) -> Iterator[None]:
-    """Set the launcher's variables to as many ranks a node as on the simulated cluster."""
+    """Set the launcher's variables to as many ranks a node as on the simulated cluster.
+
+    There ranks know their nodes, and have one environment.
+    """
     local = comm.rank % ranks_per_node(comm.size)
-    with patch.dict(os.environ, {"LOCAL_RANK": str(local)}):
+    real = not isinstance(comm, SimulatedCommunicator)
+    with patch.dict(os.environ, {"LOCAL_RANK": str(local)} if real else {}):
         yield
 
 
