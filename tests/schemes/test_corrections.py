@@ -253,12 +253,15 @@ def test_state_holds_everything_that_the_next_steps_need(make, world):
         for step in range(3):
             scheme.step(normal(comm.rank, step, 400), comm)
         resumed = scheme.fresh()
-        resumed.load_state_dict(scheme.state_dict())
+        state = scheme.state_dict()
+        resumed.load_state_dict(state)
         assert same_bits(resumed.memory, scheme.memory)
+        loaded = copy_of(state["memory"])
         for step in range(3, 7):
             gradient = normal(comm.rank, step, 400)
             assert same_bits(scheme.step(gradient, comm), resumed.step(gradient, comm))
             assert same_bits(scheme.memory, resumed.memory)
+        assert same_bits(state["memory"], loaded)  # it was copied
 
     simulate_nodes(world, on_rank)
 
