@@ -75,15 +75,25 @@ class Ranks:
         shapes = [tensor.shape for tensor in treatment.tensors.values()]
         densities = sorted(treatment.own_densities.items())
         same = repr((scheme, settings, layout, densities, treatment.scope))
-        others = ranks_with_other(same, self.everyone) + ranks_with_other(repr(shapes), self.comm)
+        places = self._places()
+        others = ranks_with_other(same, self.everyone)
+        others += [places[rank] for rank in ranks_with_other(repr(shapes), self.comm)]
         if any(self.everyone.run(lambda: self.everyone.gather_numbers(len(others)))):
             found = f"ranks {others} average" if others else "ranks of another shard average"
             raise MismatchError(
-                f"{found} something else than rank {self.comm.rank}, which has {scheme}"
+                f"{found} something else than rank {self.everyone.rank}, which has {scheme}"
                 f" for {len(treatment.tensors)} tensors, {len(treatment.small)} of them small, and"
                 f" scope {treatment.scope!r}; give every rank the same scheme, settings, policy,"
                 " densities, scope, carrier and tensors, and a scaler and rates to all or to none"
             )
+
+    def _places(self) -> list[int]:
+        """Return which ranks of ``everyone`` those of ``comm`` are."""
+        if self.shard is None:
+            return list(range(self.comm.size))
+        everyone, number = self.everyone, self.shard.number
+        numbers = everyone.run(lambda: everyone.gather_numbers(number))
+        return [rank for rank, one in enumerate(numbers) if one == number]
 
     def connect_nodes(self, scheme: Scheme) -> None:
         """Make the connections between nodes that a scheme needs.
