@@ -194,6 +194,6 @@ def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 @contextmanager
 def chunks_of(count: int) -> Iterator[None]:
     """Encode at most so many bytes of weights in a chunk."""
-    places = ("sparcel.delta.pieces.CHUNK_BYTES", "sparcel.delta.encoding.CHUNK_BYTES")
+    places = ("sparcel.delta.parts.CHUNK_BYTES", "sparcel.delta.encoding.CHUNK_BYTES")
     with patch(places[0], count), patch(places[1], count):
         yield

@@ -36,7 +36,8 @@ from sparcel.delta.bits import hashed, key_of
 from sparcel.delta.chunk import Chunk, read_chunk
 from sparcel.delta.decoding import found_in
 from sparcel.delta.encoding import encode_parts
-from sparcel.delta.pieces import Part, Piece, parts_of, piece_of_slice, ties_of
+from sparcel.delta.parts import Part, parts_of, ties_of
+from sparcel.delta.pieces import Piece, piece_of_slice
 from sparcel.delta.writable import check_writable
 from sparcel.errors import FormatError, InputError, SparcelError, VersionError
 from tests.delta.pairs import (

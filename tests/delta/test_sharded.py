@@ -18,7 +18,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from sparcel import delta
 from sparcel.comm import Communicator
 from sparcel.delta import sharded
-from sparcel.delta.pieces import Part, Piece, piece_of_slice
+from sparcel.delta.parts import Part
+from sparcel.delta.pieces import Piece, piece_of_slice
 from sparcel.delta.sharded import owned
 from sparcel.errors import InputError, SparcelError, VersionError
 

@@ -36,7 +36,7 @@ from sparcel.delta import (
 from sparcel.delta.decoding import Found
 from sparcel.delta.files import File, delta_file
 from sparcel.delta.index import INDEX
-from sparcel.delta.pieces import Part
+from sparcel.delta.parts import Part
 from sparcel.errors import FormatError, InputError, VersionError
 from tests.delta.histories import (
     DAMAGES,

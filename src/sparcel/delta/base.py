@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparcel import _cpu
 from sparcel.delta.bits import bits_of, layout_of
-from sparcel.delta.pieces import Part, owners, parts_of, untied
+from sparcel.delta.parts import Part, owners, parts_of, untied
 
 _ALIGNED = 64
 """Bytes: each tensor begins at a multiple of them."""

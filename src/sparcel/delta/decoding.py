@@ -13,7 +13,8 @@ from sparcel import _cpu
 from sparcel.delta.bits import bits_of, hashed, stepped
 from sparcel.delta.chunk import Chunk, read_chunk
 from sparcel.delta.encoding import kernel_piece, kernel_pieces
-from sparcel.delta.pieces import Part, Piece, Weights, parts_of
+from sparcel.delta.parts import Part, Weights, parts_of
+from sparcel.delta.pieces import Piece
 from sparcel.errors import FormatError, InputError, VersionError
 
 FETCH = "fetch a full version, as `Subscriber.reload()` does"

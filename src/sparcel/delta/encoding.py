@@ -16,16 +16,8 @@ from sparcel import _cpu
 from sparcel._checks import checked_whole
 from sparcel.delta.bits import layout_of
 from sparcel.delta.chunk import MOST_NUMBER, MOST_SHARDS, Chunk, Version
-from sparcel.delta.pieces import (
-    CHUNK_BYTES,
-    MOST_PIECES,
-    Part,
-    Piece,
-    Weights,
-    parts_of,
-    ties_of,
-    untied,
-)
+from sparcel.delta.parts import Part, Weights, parts_of, ties_of, untied
+from sparcel.delta.pieces import CHUNK_BYTES, MOST_PIECES, Piece
 from sparcel.errors import checked_name
 
 T = TypeVar("T")

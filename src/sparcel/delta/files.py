@@ -17,7 +17,8 @@ from torch import Tensor
 
 from sparcel.delta.bits import LAYOUTS
 from sparcel.delta.chunk import Version, malformed
-from sparcel.delta.pieces import MOST_DIMS, Part, parts_of, ties_of, untied
+from sparcel.delta.parts import Part, parts_of, ties_of, untied
+from sparcel.delta.pieces import MOST_DIMS
 from sparcel.errors import FormatError, InputError
 
 _NAMES = {layout.dtype: layout.safetensors for layout in LAYOUTS.values() if layout.safetensors}

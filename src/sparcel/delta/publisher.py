@@ -16,8 +16,9 @@ from sparcel.delta.base import copied, remembered
 from sparcel.delta.chunk import Version, read_chunk
 from sparcel.delta.encoding import CODES, encode_parts, version_of
 from sparcel.delta.files import File, anchor_file, check_storable, delta_file
-from sparcel.delta.index import Entry, Index, IndexWriter, file_name
-from sparcel.delta.pieces import Part, Weights, parts_of, tensors_of, untied
+from sparcel.delta.index import Entry, Index, file_name
+from sparcel.delta.index_writer import IndexWriter
+from sparcel.delta.parts import Part, Weights, parts_of, tensors_of, untied
 from sparcel.delta.stores import Folder, Store, store_at
 from sparcel.delta.subscriber import Subscriber
 from sparcel.errors import FormatError, InputError, VersionError, checked_name

@@ -21,8 +21,10 @@ from sparcel.delta.chunk import Version, read_chunk
 from sparcel.delta.decoding import found_in
 from sparcel.delta.encoding import CODES, encode_parts, in_threads
 from sparcel.delta.files import check_storable, delta_file
-from sparcel.delta.index import IndexWriter, file_name
-from sparcel.delta.pieces import Part, Piece, Weights, parts_of, tensors_of, ties_of, untied
+from sparcel.delta.index import file_name
+from sparcel.delta.index_writer import IndexWriter
+from sparcel.delta.parts import Part, Weights, parts_of, tensors_of, ties_of, untied
+from sparcel.delta.pieces import Piece
 from sparcel.delta.stores import Store, store_at
 from sparcel.errors import InputError, MismatchError, VersionError, checked_name
 

@@ -18,7 +18,7 @@ from sparcel.delta.decoding import Change
 from sparcel.delta.encoding import version_of
 from sparcel.delta.files import File
 from sparcel.delta.index import Entry, Index, read_index
-from sparcel.delta.pieces import tensors_of
+from sparcel.delta.parts import tensors_of
 from sparcel.delta.stores import Store, store_at
 from sparcel.errors import FormatError, InputError, VersionError
 

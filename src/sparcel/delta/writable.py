@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from sparcel.delta.pieces import Part, Weights, local_of, untied
+from sparcel.delta.parts import Part, Weights, local_of, untied
 from sparcel.errors import InputError
 
 

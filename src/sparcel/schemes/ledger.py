@@ -1,4 +1,4 @@
-"""What a step sends of memory + gradient, and what comes back: an account that a method edits."""
+"""What a step takes out of memory + gradient, and what a method gives back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks of an exchange: which they are, and whether they are of one mind."""
+"""The ranks of an exchange: which they are, and whether they agree."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Ranks:
     shard
         Which shard of the tensors this rank holds; None for all of them.
     owned
-        ``everyone`` again if it ends with the exchange.
+        What `close` ends: ``everyone``, if it was made for this exchange; else None.
     """
 
     comm: Communicator

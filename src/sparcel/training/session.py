@@ -39,7 +39,7 @@ class Session:
     closed
         Whether nothing can be exchanged any more.
     undo
-        What undoes, at the end, what a driver has done to the user's objects.
+        Callbacks that undo, at the end, what a driver has done to the user's objects.
     """
 
     ranks: Ranks

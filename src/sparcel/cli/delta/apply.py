@@ -111,7 +111,7 @@ def _write(output: Path, before: Checkpoint, steps: list[_Step]) -> int:
 
 def _keep_layout(before: Checkpoint, steps: list[_Step]) -> bool:
     """Tell whether no tensor appears, vanishes or is tied anew, so that a copy keeps its header."""
-    from sparcel.delta.pieces import parts_of, ties_of
+    from sparcel.delta.parts import parts_of, ties_of
 
     tied = ties_of(parts_of(before.tensors)).items()
     return not any(

@@ -1,1 +1,1 @@
-"""What only reproduces a paper, behind the names and settings of the schemes beside this room."""
+"""Code that only reproduces a paper. The schemes beside this folder use it for some settings."""

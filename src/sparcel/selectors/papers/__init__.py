@@ -1,1 +1,1 @@
-"""What only reproduces a paper: `ExactTopK` takes less time, or trains better."""
+"""Selectors that only reproduce a paper. `ExactTopK` takes less time, or trains better."""

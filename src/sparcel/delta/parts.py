@@ -1,0 +1,215 @@
+"""Parts: the pieces of tensors that a process holds, with their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from sparcel.delta.bits import LAYOUTS, bits_of
+from sparcel.delta.pieces import CHUNK_BYTES, Piece, piece_of_shard, whole_piece
+from sparcel.errors import InputError
+
+M = TypeVar("M", bound=Mapping[str, Tensor])
+
+Weights: TypeAlias = nn.Module | Mapping[str, Tensor]
+"""A module, whose state dict counts, or tensors by name."""
+
+_EXTRA = "_extra_state"
+"""How torch names in a state dict what `nn.Module.get_extra_state` returns."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process holds of a tensor: all of it, or a shard."""
+
+    piece: Piece
+    local: Tensor
+
+    @cached_property
+    def bits(self) -> Tensor:
+        """The bits of all elements, in the same memory; a vector if they are in order there."""
+        held = bits_of(self.local)
+        # A view would keep the distance of a single element to the next one, which is not there.
+        return held.as_strided((held.numel(),), (1,)) if held.is_contiguous() else held
+
+    @cached_property
+    def memory(self) -> tuple[object, ...]:
+        """What parts with the same memory, and no others, have in common."""
+        return *memory_of(self.local), self.piece.shape
+
+    def elements(self, begin: int, end: int) -> Tensor:
+        """Return bits of elements as a contiguous vector, in the part's memory if that can be."""
+        held = self.bits
+        if held.is_contiguous():
+            return held[begin:end] if end - begin < len(held) else held
+        each = max(held[0].numel(), 1)
+        first = begin // each
+        rows = held[first : -(-end // each)].contiguous().view(-1)
+        return rows[begin - first * each : end - first * each]
+
+    def begin_of(self, piece: Piece) -> int | None:
+        """Return the place of a piece's first element, if its elements are consecutive here."""
+        mine, before = self.piece, piece.first - self.piece.first
+        if mine.ranges:
+            there = piece.ranges and 0 <= before <= mine.count - piece.count
+            return before if there else None
+        begin = before // mine.stride * mine.row + before % mine.stride
+        in_rows = (piece.row, piece.stride) == (mine.row, mine.stride) and begin % mine.row == 0
+        in_one = piece.ranges and begin % mine.row + piece.count <= mine.row
+        there = before >= 0 and before % mine.stride < mine.row
+        there = there and (in_rows or in_one) and begin + piece.count <= mine.count
+        return begin if there else None
+
+    def gathered(self, piece: Piece) -> Tensor:
+        """Return the bits of a piece, in the part's memory if they follow one another there.
+
+        Raises
+        ------
+        InputError
+            If the part lacks some of them.
+        """
+        begin = self.begin_of(piece)
+        if begin is not None:
+            return self.elements(begin, begin + piece.count)
+        numbers = piece.numbers(torch.arange(piece.count, device=self.local.device))
+        here, places = self.places_of(numbers)
+        if not bool(here.all()):
+            raise InputError(
+                f"{piece.name} is cut otherwise here than where it was encoded; keep whole tensors"
+                " in a Subscriber, and assign_ what changes in them"
+            )
+        return self.take(places)
+
+    def places_of(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Tell which elements of the whole tensor are here, and at which places these are."""
+        mine, before = self.piece, numbers - self.piece.first
+        places = before // mine.stride * mine.row + before % mine.stride
+        here = (before >= 0) & (before % mine.stride < mine.row) & (places < mine.count)
+        return here, places[here]
+
+    def take(self, places: Tensor) -> Tensor:
+        """Return the bits of the elements at these places."""
+        return self.bits[self._at(places)]
+
+    def put(self, places: Tensor, bits: Tensor) -> None:
+        """Write bits to the elements at these places."""
+        self.bits[self._at(places)] = bits.to(self.local.device)
+
+    def _at(self, places: Tensor) -> tuple[Tensor, ...]:
+        return (places,) if self.bits.dim() == 1 else torch.unravel_index(places, self.bits.shape)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Cut the part into pieces of at most `CHUNK_BYTES`; an empty tensor is one, too."""
+        piece, most = self.piece, CHUNK_BYTES // self.piece.dtype.itemsize
+        if piece.count <= most:
+            if piece.count or not piece.size:
+                yield piece
+            return
+        if not piece.ranges:
+            most = most // piece.row * piece.row or most
+        begin = 0
+        while begin < piece.count:
+            end = min(begin + most, piece.count)
+            if not piece.ranges and most < piece.row:
+                end = min(end, (begin // piece.row + 1) * piece.row)
+            yield piece.cut(begin, end)
+            begin = end
+
+
+def tensors_of(weights: nn.Module | M) -> dict[str, Tensor] | M:
+    """Return the tensors of weights by name.
+
+    What a module has as extra state is left out: it may be anything, and is made for each call, so
+    it could be neither compared nor written element by element.
+    """
+    if not isinstance(weights, nn.Module):
+        if not isinstance(weights, Mapping):
+            kind = type(weights).__name__
+            raise InputError(f"weights are a module, or a mapping of names to tensors, got {kind}")
+        return weights
+    state = weights.state_dict()
+    return {name: one for name, one in state.items() if name.rpartition(".")[2] != _EXTRA}
+
+
+def parts_of(weights: Weights) -> dict[str, Part]:
+    """Return the part of each tensor that this process holds.
+
+    Raises
+    ------
+    InputError
+        If a DTensor is cut along several dimensions, so that its rows have no common distance, or
+        if elements are not there as their bits.
+    """
+    parts: dict[str, Part] = {}
+    for name, tensor in tensors_of(weights).items():
+        _check_dense(name, tensor)
+        if isinstance(tensor, DTensor):
+            piece = piece_of_shard(name, tensor)
+        else:
+            piece = whole_piece(name, tensor.dtype, tuple(tensor.shape))
+        parts[name] = Part(piece, local_of(tensor).detach())
+    return parts
+
+
+def _check_dense(name: object, tensor: object) -> None:
+    """Raise InputError unless a tensor's elements are there as their bits."""
+    if not isinstance(name, str):
+        raise InputError(f"{name!r} is no name; names of tensors are text")
+    if not isinstance(tensor, Tensor):
+        kind = type(tensor).__name__
+        raise InputError(f"{name} is no tensor but {kind}; pass tensors by name without it")
+    if is_lazy(tensor):
+        raise InputError(f"{name} has no shape yet; run the module once before")
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested:
+        kind = "on the device meta" if tensor.is_meta else f"of the layout {tensor.layout}"
+        kind = "nested" if tensor.is_nested else kind
+        raise InputError(f"{name} is {kind}; deltas need dense tensors with values")
+    if tensor.dtype not in LAYOUTS:
+        raise InputError(f"{name} is {tensor.dtype}, which deltas do not know; leave it out")
+    if tensor.is_conj() or tensor.is_neg():
+        raise InputError(f"{name} is a conjugate or negative view; resolve it first")
+    local = local_of(tensor)
+    if local.numel() and not local.data_ptr():
+        raise InputError(
+            f"{name} is a {type(local).__name__}, which keeps its values in other tensors; pass"
+            " those by name"
+        )
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return what this process holds of a tensor, in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def memory_of(tensor: Tensor) -> tuple[object, ...]:
+    """Return what identifies the memory that holds this process's elements of a tensor."""
+    local = local_of(tensor)
+    # Empty ones have no address, but ties must hold on ranks with an empty shard as well.
+    address = local.data_ptr() or (local.untyped_storage()._cdata, local.storage_offset())
+    return address, local.device, local.dtype, local.shape, local.stride()
+
+
+def owners(parts: Mapping[str, Part]) -> dict[str, str]:
+    """Return, for each name, the alphabetically first name of the parts with the same memory."""
+    first: dict[tuple[object, ...], str] = {}
+    names = {}
+    for name in sorted(parts):
+        names[name] = first.setdefault(parts[name].memory, name)
+    return {name: names[name] for name in parts}
+
+
+def ties_of(parts: Mapping[str, Part]) -> dict[str, str]:
+    """Return for each tensor that is tied to another the name of that one."""
+    return {name: owner for name, owner in owners(parts).items() if name != owner}
+
+
+def untied(parts: Mapping[str, Part]) -> dict[str, Part]:
+    """Return one part, the owner, of all that share the same memory."""
+    return {name: parts[name] for name, owner in owners(parts).items() if name == owner}
