@@ -1,4 +1,4 @@
-"""The tables and the figures of docs/records/linear.md, from its records.
+"""The tables of docs/records/linear.md, and a figure of docs/gallery.md, from their records.
 
 python -m benchmarks.linear.report
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from benchmarks.linear.single_tables import fit_table, reading_table, single_table
-from benchmarks.pages.tables import BESIDE, COLOURS, plain, save, subplots, table
+from benchmarks.pages.tables import COLOURS, save, subplots, table
 from benchmarks.record import RESULTS, Row, rows_of
 
 PAPER_RATES = {
@@ -36,12 +36,6 @@ SHOWN = {
 
 MEMORY = {("text", 1), ("cache", 1), ("estimator", 1), ("text, sharded", 4), ("cache, sharded", 4)}
 """The trainings of the table of memory, and their ranks."""
-
-DRAWN = (
-    *("dense", "dense bf16", "allgather", "auto", "split_allgather, top 0.1 %"),
-    *("sharded", "sharded, 8 bits", "sharded, asynchronous"),
-)
-"""The arms of the figures, in which more would hide one another."""
 
 
 def of_epoch(row: Row) -> tuple[float, float]:
@@ -178,20 +172,6 @@ def all_tables() -> Iterator[str]:
         yield from lines(rows_of(RESULTS / f"{name}.json"))
 
 
-def draw(rows: list[Row], name: str) -> None:
-    """Draw the loss against time of some arms on 8 nodes."""
-    figure, axes = subplots()
-    found = logistic(rows, name, 8)
-    for arm in DRAWN:
-        axes.plot(
-            np.cumsum(found[arm]["seconds"]), found[arm]["train_losses"], "o-", label=arm, ms=3
-        )
-    axes.set(xscale="log", xlabel="seconds", ylabel="mean loss of an epoch", title=name)
-    plain(axes.xaxis)
-    axes.legend(**BESIDE)
-    save(figure, f"linear-{name}")
-
-
 def draw_optimum(rows: list[Row]) -> None:
     """Draw the seconds that each way takes to the same objective, or until it gives up."""
     figure, axes = subplots(size=(6.4, 3.4))
@@ -209,34 +189,13 @@ def draw_optimum(rows: list[Row]) -> None:
     save(figure, "linear-optimum")
 
 
-def draw_memory(rows: list[Row]) -> None:
-    """Draw the most memory that a rank takes, beside the rows and the vectors that it must hold."""
-    figure, axes = subplots(size=(6.4, 4))
-    names = [f"{row['label']}, {row['ranks']} rank{'s' * (row['ranks'] > 1)}" for row in rows]
-    rest = [row["budget_bytes"] - row["parsed_bytes"] for row in rows]
-    parsed = [row["parsed_bytes"] / 1e6 for row in rows]
-    axes.barh(names, parsed, color=COLOURS[0], label="rows as parsed")
-    vectors = [size / 1e6 for size in rest]
-    axes.barh(names, vectors, left=parsed, color=COLOURS[4], label="vectors")
-    peaks = [row["peak_bytes"] / 1e6 for row in rows]
-    axes.plot(peaks, names, "|", color="black", markersize=14, mew=2, label="most memory taken")
-    axes.invert_yaxis()
-    axes.set(xlabel="MB a rank")
-    figure.legend(loc="outside upper right", ncols=3)
-    save(figure, "linear-memory")
-
-
 def draw_all() -> None:
-    """Draw the figures."""
-    rows = rows_of(RESULTS / "linear_models.json")
-    for name in dict.fromkeys(row["set"] for row in rows):
-        draw(rows, name)
+    """Draw the figure."""
     draw_optimum(rows_of(RESULTS / "linear_optimum.json"))
-    draw_memory(rows_of(RESULTS / "linear_memory.json"))
 
 
 def main() -> None:
-    """Print the tables and draw the figures."""
+    """Print the tables and draw the figure."""
     print(*all_tables(), sep="\n")
     draw_all()
 
