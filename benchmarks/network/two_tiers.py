@@ -50,7 +50,7 @@ SIZES = [1_000_000, 4_000_000, 16_000_000, 64_000_000]
 
 @dataclass
 class Stopwatch(Costs):
-    """A meter that also keeps the times of a step's parts, in order."""
+    """Costs that also keep the times of a step's parts, in order."""
 
     parts: list[float] = field(default_factory=list)
 
@@ -109,7 +109,7 @@ class Ranks:
     def _step(self, made: Scheme) -> Callable[[], Stopwatch]:
         def run() -> Stopwatch:
             watch = Stopwatch()
-            made.step(self.gradient, self.comm, self.update, Request(meter=watch))
+            made.step(self.gradient, self.comm, self.update, Request(costs=watch))
             return watch
 
         return run

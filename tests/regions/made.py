@@ -98,7 +98,7 @@ class Found(NamedTuple):
 
     updates: list[Tensor]
     memories: list[Tensor | None]
-    meter: Costs
+    costs: Costs
     traffic: tuple[int, int, int]
     messages: list[list[Tensor]]
     """Of each exchange what it sent, by destination."""
@@ -122,7 +122,7 @@ def run(case: Steps, fused: bool = True, stream: bool = False) -> list[Found]:
             memories.append(None if scheme.memory is None else scheme.memory.clone())
         one = comm.traffic
         traffic = (one.bytes_sent, one.bytes_received, one.messages_sent)
-        return Found(updates, memories, request.meter, traffic, recorded[comm.rank])
+        return Found(updates, memories, request.costs, traffic, recorded[comm.rank])
 
     recorded: dict[int, list[list[Tensor]]] = {rank: [] for rank in range(case.ranks)}
     exchange = SimulatedCommunicator.exchange_parts

@@ -34,10 +34,10 @@ def assert_same(found: list[Found], expected: list[Found], bytes_too: bool = Tru
             continue
         assert one.traffic == other.traffic
         for name in ("coordinates", "asked", "selected", "reduced"):
-            assert getattr(one.meter, name) == getattr(other.meter, name)
-        if math.isfinite(one.meter.magnitude):  # compiled sums of the largest numbers overflow
-            assert float(one.meter.magnitude) == pytest.approx(
-                float(other.meter.magnitude), rel=1e-3, abs=1e-3
+            assert getattr(one.costs, name) == getattr(other.costs, name)
+        if math.isfinite(one.costs.magnitude):  # compiled sums of the largest numbers overflow
+            assert float(one.costs.magnitude) == pytest.approx(
+                float(other.costs.magnitude), rel=1e-3, abs=1e-3
             )
         for sent, beside in zip(one.messages, other.messages, strict=True):
             assert all(map(same_bits, sent, beside))
@@ -118,7 +118,7 @@ def test_what_is_not_finite_makes_the_step_void_on_all_ranks(
             assert same_bits(one.updates[0], before.updates[0])
             assert bool(one.updates[1].isnan().all())
             assert same_bits(one.memories[1], before.memories[0])
-            assert math.isfinite(one.meter.magnitude)
+            assert math.isfinite(one.costs.magnitude)
 
 
 @given(cases(["special"]))
@@ -135,7 +135,7 @@ def test_ties_fill_a_message_and_no_more(isa: str, size: int) -> None:
     found = run(case)
     assert_same(found, run(case.plain(), fused=False))
     for one in found:
-        assert one.meter.selected <= 2 * sum(2 * math.ceil(0.01 * size / 3) + 64 for _ in range(2))
+        assert one.costs.selected <= 2 * sum(2 * math.ceil(0.01 * size / 3) + 64 for _ in range(2))
 
 
 def test_sums_that_overflow_make_a_void_step(monkeypatch: pytest.MonkeyPatch) -> None:

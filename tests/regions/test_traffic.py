@@ -37,7 +37,7 @@ def test_bytes_are_those_of_the_counts_in_headers(case: Steps) -> None:
                 selected += header.nnz if number % 2 == 0 else 0
         assert one.traffic[0] == sent
         assert one.traffic[2] == 2 * case.steps * others
-        assert one.meter.selected == selected
+        assert one.costs.selected == selected
 
 
 @pytest.mark.parametrize("format", FORMATS)

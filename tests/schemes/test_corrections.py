@@ -131,12 +131,12 @@ def test_warmup_densities_each_serve_their_steps(name):
     def on_rank(comm):
         scheme, asked = sparcel.scheme(name, density=0.01, warmup=[1, 0.25], warmup_steps=2), []
         for step in range(7):
-            meter = Costs()
+            costs = Costs()
             gradient = integers(comm.rank, step, 1000)
             if step == 1:
                 gradient[0] = float("nan")
-            scheme.step(gradient, comm, request=Request(meter=meter))
-            asked.append(meter.asked)
+            scheme.step(gradient, comm, request=Request(costs=costs))
+            asked.append(costs.asked)
         return asked
 
     for asked in simulate_nodes(1, on_rank).results:
@@ -319,9 +319,9 @@ def test_reused_thresholds_follow_the_warm_up():
         )
         counts = []
         for step in range(15):
-            meter = Costs()
-            scheme.step(normal(comm.rank, step, 2000), comm, request=Request(meter=meter))
-            counts.append(meter.reduced)
+            costs = Costs()
+            scheme.step(normal(comm.rank, step, 2000), comm, request=Request(costs=costs))
+            counts.append(costs.reduced)
         return counts
 
     counts = simulate_nodes(4, on_rank).results[0]

@@ -66,7 +66,7 @@ def test_every_step_stays_within_the_bound_of_the_page(setting, place):
             scheme.step(gradient(comm.rank, step, size), comm, request=request)
             volumes.append((comm.traffic.bytes_sent, comm.traffic.bytes_received))
             messages.append(comm.traffic.messages_sent)
-        assert request.meter.selected <= 5 * count
+        assert request.costs.selected <= 5 * count
         sent, received = zip((0, 0), *volumes[1:], strict=True)
         return [max(steps(sent), steps(received)), steps(messages)]
 

@@ -51,13 +51,13 @@ def asked_in(scheme, comm, steps, void=(), front=True, layers=()):
     """Return how many coordinates each step asked for."""
     asked = []
     for step in range(steps):
-        meter = Costs()
+        costs = Costs()
         gradient = integers(comm.rank, step, SIZE)
         if step in void:
             gradient[0] = math.nan
-        request = Request(layers, front_loaded=front, meter=meter)
+        request = Request(layers, front_loaded=front, costs=costs)
         scheme.step(gradient, comm, request=request)
-        asked.append(meter.asked)
+        asked.append(costs.asked)
     return asked
 
 
@@ -146,10 +146,10 @@ def test_reused_thresholds_follow_the_front():
     def on_rank(comm):
         scheme, counts = sparcel.scheme("oktopk", density=0.001, threshold="reuse"), []
         for step in range(16):
-            meter = Costs()
-            request = Request(front_loaded=True, meter=meter)
+            costs = Costs()
+            request = Request(front_loaded=True, costs=costs)
             scheme.step(normal(comm.rank, step, 2000), comm, request=request)
-            counts.append((meter.asked, meter.reduced))
+            counts.append((costs.asked, costs.reduced))
         return counts
 
     counts = simulate_nodes(4, on_rank).results[0]

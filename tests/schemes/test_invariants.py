@@ -263,15 +263,15 @@ def test_a_fresh_scheme_has_the_settings_and_no_memory(make):
 
 
 @schemes
-def test_the_meter_counts_coordinates(make):
+def test_costs_count_coordinates(make):
     def on_rank(comm):
         scheme, request = make(), Request()
         for step in range(3):
             scheme.step(integers(comm.rank, step, 400), comm, request=request)
-        return request.meter
+        return request.costs
 
-    for meter in simulate(4, on_rank).results:
-        assert meter.coordinates == 1200
-        assert 0 < meter.selected <= 1200
-        assert 0 < meter.reduced <= 1200
-        assert meter.communicate_seconds > 0
+    for costs in simulate(4, on_rank).results:
+        assert costs.coordinates == 1200
+        assert 0 < costs.selected <= 1200
+        assert 0 < costs.reduced <= 1200
+        assert costs.communicate_seconds > 0

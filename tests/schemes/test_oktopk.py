@@ -91,6 +91,6 @@ def test_a_void_step_takes_nothing_out_of_memory():
         before = scheme.memory.clone()
         scheme.step(normal(0, 0, 100).sign() * 3e38, comm, request=request)
         assert same_bits(scheme.memory, before)
-        return scheme.steps, request.meter.magnitude
+        return scheme.steps, request.costs.magnitude
 
     assert simulate(4, on_rank).results == [(1, 0.0)] * 4

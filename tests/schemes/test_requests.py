@@ -158,9 +158,9 @@ def test_what_rounding_gives_back_has_not_left_the_memory():
         scheme, magnitudes = TopK(1.0, format="raw:4"), []
         gradient = normal(comm.rank, 0, 500)
         for sent in (gradient, gradient * math.nan):
-            meter = Costs()
-            scheme.step(sent, comm, request=Request(meter=meter))
-            magnitudes.append(meter.magnitude)
+            costs = Costs()
+            scheme.step(sent, comm, request=Request(costs=costs))
+            magnitudes.append(costs.magnitude)
         return magnitudes, float(gradient.abs().sum() - scheme.memory.abs().sum())
 
     for (whole, void), left in simulate(2, on_rank).results:

@@ -26,23 +26,23 @@ def step_once(make, world, gradients):
     """Do one step; return the update, and the memories and meters by rank."""
 
     def on_rank(comm):
-        scheme, meter = make(), Costs()
-        update = scheme.step(gradients[comm.rank].clone(), comm, request=Request(meter=meter))
-        return update, scheme.memory, meter
+        scheme, costs = make(), Costs()
+        update = scheme.step(gradients[comm.rank].clone(), comm, request=Request(costs=costs))
+        return update, scheme.memory, costs
 
     results = simulate(world, on_rank).results
-    return results[0][0], [memory for _, memory, _ in results], [meter for _, _, meter in results]
+    return results[0][0], [memory for _, memory, _ in results], [costs for _, _, costs in results]
 
 
 @given(densities, st.integers(0, 300), st.sampled_from(["topk", "gtopk"]))
 def test_topk_and_gtopk_select_the_ceiling_of_density_times_size(density, size, name):
     gradient = integers(0, 0, size)
     k = max(1, math.ceil(density * size))
-    update, (memory,), (meter,) = step_once(
+    update, (memory,), (costs,) = step_once(
         lambda: sparcel.scheme(name, density=density), 1, [gradient]
     )
     kept, rest = largest(gradient, k)
-    assert meter.selected == min(k, int(gradient.count_nonzero()))
+    assert costs.selected == min(k, int(gradient.count_nonzero()))
     assert torch.equal(update, kept)
     assert torch.equal(memory, rest)
 

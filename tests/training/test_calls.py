@@ -39,7 +39,7 @@ class Least(Scheme):
         out: Tensor | None = None,
     ) -> Reduced:
         assert out is gradient
-        with request.meter.communicating():
+        with request.costs.communicating():
             comm.gather(gradient[:2].view(torch.uint8), 8, ALL_CONTROL)
         total = SparseStream.unchecked(torch.tensor([3]), torch.ones(1), gradient.numel())
         gradient.zero_()

@@ -176,8 +176,8 @@ class Scheme(ABC):
             reduced = self.reduce(gradient, comm, request, out)
             size = reduced.total.size
             coordinates = size if reduced.sent_whole else request.count(size)
-            request.meter.coordinates += coordinates
-            request.meter.reduced += min(reduced.nnz, coordinates)
+            request.costs.coordinates += coordinates
+            request.costs.reduced += min(reduced.nnz, coordinates)
             with profiled("update"):
                 average = averaged(reduced, gradient.dtype, out)
                 if out is not None:

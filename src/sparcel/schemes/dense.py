@@ -49,15 +49,15 @@ class Dense(Scheme):
         out: Tensor | None = None,
     ) -> Reduced:
         """See `Scheme.reduce`; the sum is the average already."""
-        size, meter = gradient.numel(), request.meter
-        with meter.communicating():
+        size, costs = gradient.numel(), request.costs
+        with costs.communicating():
             # An average cannot overflow half precision, but a sum could.
             average = kernels.average(gradient, request.divisor(comm), out)
             wired = average if self.wire is None else average.to(_WIRES[self.wire])
             comm.all_reduce(wired)
             average.copy_(wired)
-        meter.asked += size
-        meter.selected += size
+        costs.asked += size
+        costs.selected += size
         total = SparseStream.unchecked(None, average, size, finite_flag(average))
         return Reduced(total, None, sent_whole=True)
 

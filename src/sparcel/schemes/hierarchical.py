@@ -106,12 +106,12 @@ class Hierarchical(Scheme):
         self._size = gradient.numel()
         self._shard = boundaries[here.node.rank], boundaries[here.node.rank + 1]
         with emptied(gradient, request.apart):  # where a node has one rank, that is the shard
-            with request.meter.communicating():
+            with request.costs.communicating():
                 self._bring_loaded(gradient, here.node)
                 shard = sum_regions(gradient, node, wide_dtype(gradient.dtype))
             of_shard = self._of_shard(request, shard, comm)
             inner = self.inner.reduce(shard, here.across, of_shard)
-        with request.meter.communicating():
+        with request.costs.communicating():
             average = averaged(inner, gradient.dtype)
             whole = _gather_shards(average, node, boundaries, out)
         if out is gradient and whole.indices is not None:
@@ -209,7 +209,7 @@ class Hierarchical(Scheme):
             ranks=request.divisor(comm),
             scale=request.scale,
             front_loaded=request.front_loaded,
-            meter=request.meter,
+            costs=request.costs,
         )
 
 

@@ -1,4 +1,4 @@
-"""A driver's settings for one step: layers, ranges to leave out, divisor, scale, and meter."""
+"""A driver's settings for one step: layers, ranges to leave out, divisor, scale, and costs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Request:
     front_loaded
         Whether the scheme sends more in its first steps, unless it has a ``warmup`` of its own: see
         `sparcel.schemes.density.front_loaded`.
-    meter
+    costs
         Counts and times what the step does.
     """
 
@@ -51,7 +51,7 @@ class Request:
     ranks: int | None = None
     scale: float = 1.0
     front_loaded: bool = False
-    meter: Costs = field(default_factory=Costs)
+    costs: Costs = field(default_factory=Costs)
 
     def divisor(self, comm: Communicator) -> int:
         """Return how many ranks the average is over."""

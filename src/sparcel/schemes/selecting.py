@@ -76,20 +76,20 @@ class Selecting(Sparsifier):
         request: Request,
         out: Tensor | None,
     ) -> Reduced:
-        meter = request.meter
+        costs = request.costs
         self._shares = self._divided(gradient.numel(), request)
         k, most = sum(share.k for share in self._shares), sum(share.most for share in self._shares)
-        meter.asked += k
-        with meter.selecting():
+        costs.asked += k
+        with costs.selecting():
             taken = self._take(gradient, comm, request, clear=out is gradient)
         ledger = Ledger(self._memory, taken, k, most)
         wire = self._wire(comm, gradient.numel(), k)
-        with meter.communicating():
+        with costs.communicating():
             total = self._exchange(ledger, wire)
         for start, lost in wire.take_lost():
             ledger.keep(lost, start)
-        meter.selected += ledger.sent.nnz
-        meter.magnitude += unless_void(ledger.magnitude, total.finite)
+        costs.selected += ledger.sent.nnz
+        costs.magnitude += unless_void(ledger.magnitude, total.finite)
         if self.momentum:
             applied = ledger.sent.within(total).indices
             assert applied is not None, "what leaves memory is sparse"

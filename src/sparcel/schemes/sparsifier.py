@@ -138,20 +138,20 @@ class Sparsifier(Scheme):
 
     def _sum_all(self, gradient: Tensor, wire: Wire, request: Request) -> SparseStream:
         """Send all of memory + gradient by the engine's own sum, as training without a scheme."""
-        meter = request.meter
-        with meter.selecting():
+        costs = request.costs
+        with costs.selecting():
             everything = self._memory.accumulate(
                 gradient, request.divisor(wire.comm), request.withheld, scale=request.scale
             )
             leaving = magnitude_of(everything)
-        meter.asked += request.count(everything.size)
-        meter.selected += request.count(everything.size)
-        with meter.communicating():
+        costs.asked += request.count(everything.size)
+        costs.selected += request.count(everything.size)
+        with costs.communicating():
             total = auto.all_reduce(everything, wire, SUM, "dense", everything.size)
             if wire.size == 1:  # the sum is the scratch itself
                 total = SparseStream.unchecked(None, total.values.clone(), total.size, total.finite)
         self._memory.kept.zero_()
-        meter.magnitude += unless_void(leaving, total.finite)
+        costs.magnitude += unless_void(leaving, total.finite)
         return total
 
     def _by_regions(
@@ -164,16 +164,16 @@ class Sparsifier(Scheme):
         out: Tensor | None,
     ) -> Reduced:
         """Send shares of memory + gradient to the owners of regions, who return shares of sums."""
-        meter, comm = request.meter, wire.comm
+        costs, comm = request.costs, wire.comm
         value_bytes = wide_dtype(gradient.dtype).itemsize
         regions = Regions.of(gradient.numel(), wire.size)
         sending = phase(regions, up, wire.format, value_bytes)
         returning = phase(regions, down, wire.format, value_bytes)
-        meter.asked += min(sum(sending.expected), request.count(gradient.numel()))
+        costs.asked += min(sum(sending.expected), request.count(gradient.numel()))
         entered = self._memory.entered(
             gradient, request.divisor(comm), request.withheld, scale=request.scale
         )
-        with entered as addition, meter.communicating():
+        with entered as addition, costs.communicating():
             returned = exchange_regions(
                 addition,
                 wire,
@@ -182,8 +182,8 @@ class Sparsifier(Scheme):
                 request.update_divisor(comm),
                 out,
             )
-        meter.selected += returned.sent
-        meter.magnitude += unless_void(returned.magnitude, returned.average.finite)
+        costs.selected += returned.sent
+        costs.magnitude += unless_void(returned.magnitude, returned.average.finite)
         for coordinates in returned.applied:
             self._memory.forget_velocity(coordinates)
         return Reduced(returned.average, None, entries=returned.entries)
@@ -216,7 +216,7 @@ class Sparsifier(Scheme):
 
 
 def unless_void(magnitude: float | Tensor, finite: bool | Tensor) -> float | Tensor:
-    """Return what a meter counts of a step: nothing if it is void."""
+    """Return what the costs count of a step: nothing if it is void."""
     if isinstance(finite, Tensor):
         return torch.where(finite, magnitude, 0.0)
     return magnitude if finite else 0.0

@@ -174,7 +174,7 @@ class Transaction:
                 apart,
                 scale=self._scale(),
                 front_loaded=session.frontload,
-                meter=self.costs,
+                costs=self.costs,
             )
             # Under a scheme without memory, a share of what an old memory owes goes along.
             flush = session.residuals.flush
