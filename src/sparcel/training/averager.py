@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sparcel._checks import checked_flag
-from sparcel.comm import Group, Job
+from sparcel.comm import Communicator, Group, Job, carry
 from sparcel.errors import CommunicationError, InputError, checked_name
 from sparcel.memory import Range
 from sparcel.rates import Rates
@@ -141,8 +141,8 @@ class Averager:
             if rates == "measure" and everyone.size == 1:
                 rates = None  # one rank exchanges nothing
             given = "measure" if rates == "measure" else rates is not None
-            settings = (scaler is not None, given, frontload, carrier)
-            ranks.check_alike(template, settings, treatment)
+            self._settings = (scaler is not None, given, frontload, carrier)
+            ranks.check_alike(template, self._settings, treatment)
             check_carrier(carrier, comm)
             if rates is not None:
                 ranks.take_rates(rates)
@@ -157,6 +157,11 @@ class Averager:
         )
         self.handle = Handle(self._session)
         """Tells what the steps have cost, saves and loads what is remembered, and ends it all."""
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks that average the same tensors."""
+        return self._session.ranks.comm
 
     def average(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Do a step: return the updates of all tensors, by name; all ranks call.
@@ -239,8 +244,14 @@ class Averager:
         check_gradient(name, gradient, self._session.treatment)
         self._open([name]).queue_rows(name, gradient)
 
-    def finish(self) -> dict[str, Tensor]:
+    def finish(self, decide: Callable[[bool], bool] | None = None) -> dict[str, Tensor]:
         """Exchange what is left of the step, wait for all updates, and commit; all ranks call.
+
+        Parameters
+        ----------
+        decide
+            Called once all updates are there, with whether they are finite; returns whether the
+            step takes effect, the same on all ranks. For drivers whose ranks may leave.
 
         Returns
         -------
@@ -259,10 +270,42 @@ class Averager:
         if step is None:
             raise InputError("the step has no tensors; call queue() before finish()")
         step.end()
-        if step.finite:
+        agreed = decide is None or decide(step.finite)
+        if step.finite and agreed:
             step.commit()
-        session.tally.count(step.costs, step.finite)
+        session.tally.count(step.costs, step.finite and agreed)
         return step.rows
+
+    def connect(self, comm: Communicator, steps: int) -> None:
+        """Exchange with other ranks from the next step on; all of these call, between two steps.
+
+        What memory holds stays. For drivers whose ranks come and go, without shards.
+
+        Parameters
+        ----------
+        comm
+            The ranks, this one among them. The former communicator stays open.
+        steps
+            How many steps they have done.
+
+        Raises
+        ------
+        MismatchError
+            When the ranks average something else.
+        """
+        session = self._session
+        session.step = None
+        ranks = Ranks(carry(comm, session.device), carry(comm, session.device), None, None)
+        ranks.check_alike(self.handle.scheme, self._settings, session.treatment)
+        ranks.connect_nodes(self.handle.scheme)
+        session.ranks = ranks
+        session.residuals.lay_out_anew(steps)
+
+    def decay(self, names: Iterable[str], factor: float) -> None:
+        """Multiply what this rank keeps back of some tensors; what that takes off is lost."""
+        for name in names:
+            for part in self._session.residuals.of(name).values():
+                part.mul_(factor)
 
     def ahead(
         self,

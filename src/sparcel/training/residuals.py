@@ -144,12 +144,15 @@ class Residuals:
 
     def switch(self, template: Scheme) -> None:
         """Go on with another scheme, of the same momentum; what is owed stays owed."""
-        layout = self.layout()
-        names = {*self._vectors, *self._loaded, *self.flush.owed}
-        parts = {name: self.of(name) for name in names}
         self.flush.pending = not template.remembers and bool(self.owed_kinds)
-        self.template, self._loaded_layout = template, layout
+        parts = self._parts()
+        self.template, self._loaded_layout = template, self.layout()
         self._replace(parts)
+
+    def lay_out_anew(self, steps: int) -> None:
+        """Go on as after so many steps, with fresh vectors; what is owed stays owed."""
+        self.steps = steps
+        self._replace(self._parts())
 
     def load(
         self,
@@ -170,6 +173,11 @@ class Residuals:
         if flush_steps:
             self.flush.pending, self.flush.steps = not self.kinds, flush_steps
         self._replace(residuals)
+
+    def _parts(self) -> dict[str, dict[str, Tensor]]:
+        """Return what is remembered of all tensors."""
+        names = {*self._vectors, *self._loaded, *self.flush.owed}
+        return {name: self.of(name) for name in names}
 
     def _replace(self, residuals: dict[str, dict[str, Tensor]]) -> None:
         """Remember these residuals instead of all others."""

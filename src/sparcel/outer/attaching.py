@@ -1,0 +1,145 @@
+"""attach(): outer steps for a model that is trained on several islands."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Literal, TypeAlias
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from sparcel._checks import check_type, checked_number, checked_whole
+from sparcel.comm import Group, digest, ranks_with_other
+from sparcel.delta.stores import Store
+from sparcel.errors import InputError, MismatchError, checked_name
+from sparcel.fsdp import FSDPDriver, is_sharded
+from sparcel.outer.driver import Outer, Poison
+from sparcel.outer.islands import Elastic, Fixed
+from sparcel.outer.method import Method, chosen_method
+from sparcel.outer.places import meeting_at
+from sparcel.outer.shared import Shared
+from sparcel.schemes import Scheme
+from sparcel.training import Averager, Shard, stays_dense
+
+Place: TypeAlias = "Group | DeviceMesh | Store | str | os.PathLike[str]"
+"""Where islands meet: see `attach`."""
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    method: Method | Scheme | str | None = None,
+    *,
+    every: int = 30,
+    islands: Place = None,
+    buffers: Literal["average", "local"] = "average",
+    poison: Poison = "leave out",
+    least: int = 2,
+    patience: float = 60.0,
+) -> Outer:
+    """Let islands exchange what their parameters have moved, every so many inner steps.
+
+    The training loop stays as it is: each island trains alone, and the outer step is taken at the
+    end of the inner optimiser's step in which it is due.
+
+    Parameters
+    ----------
+    model
+        A model, the same on all islands when the run begins. Or one to which ``fully_shard`` was
+        applied: each rank then exchanges its shards with the ranks that hold the same ones.
+    optimizer
+        The inner optimiser; several in the order of their steps, such as Muon and AdamW.
+    method
+        A `Method`, the name of one (``"diloco"``, ``"streaming"``, ``"sparseloco"``,
+        ``"muloco"``), or a scheme that averages pseudo-gradients. By default what is recommended.
+    every
+        After how many inner steps each parameter is exchanged.
+    islands
+        Where they meet. A group, whose ranks take part in every step: a process group, a mesh of
+        one dimension, a sparcel communicator, an MPI communicator, or None for the default group.
+        ``"tcp://HOST:PORT"``, where ``sparcel meet`` runs: they come and go, and exchange over
+        links. Or a folder, a URL such as ``"s3://bucket/run"``, or a store of `sparcel.delta`: they
+        come and go, and exchange by way of files.
+    buffers
+        Whether buffers of floats, such as BatchNorm's, become their averages, or stay local.
+    poison
+        What becomes of a step in which an island's pseudo-gradient holds NaN or Inf: the others go
+        on without it, or it is void. That island goes on from what is shared.
+    least
+        How many islands begin a run, where they come and go.
+    patience
+        Seconds for which an island is waited for, where they come and go: at a meeting, and in an
+        exchange.
+
+    Raises
+    ------
+    InputError
+        For an unknown method, a model without parameters to train, ``every`` or ``overlap`` out of
+        range, or a place where nobody can meet.
+    MismatchError
+        When islands have other settings, or begin with other parameters.
+    CommunicationError
+        When the others cannot be reached.
+    """
+    chosen = chosen_method(method)
+    every = checked_whole(every, "every", 1)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    for one in optimizers:
+        check_type(one, Optimizer, "optimizer")
+    checked_name(buffers, ("average", "local"), "buffers")
+    checked_name(poison, ("leave out", "void"), "poison")
+    least, patience = (
+        checked_whole(least, "least", 1),
+        checked_number(patience, "patience", above=0),
+    )
+    shard: Shard | None = None
+    group: object = islands
+    if is_sharded(model):
+        sharded = FSDPDriver(model, islands, None)
+        parameters, shard, group = dict(sharded.tensors), sharded.shard, sharded.group
+    else:
+        named = model.named_parameters()
+        parameters = {name: one.detach() for name, one in named if one.requires_grad}
+    if not parameters:
+        raise InputError("the model has no parameters to train")
+    averaged = _floats(model.named_buffers()) if buffers == "average" else {}
+    shared = Shared(parameters, averaged, chosen)
+    turns = len(shared.fragments)
+    if chosen.overlap >= max(1, every // turns):
+        raise InputError(
+            f"overlap must be less than the inner steps between exchanges, got {chosen.overlap}"
+            f" with every={every} and {turns} fragments"
+        )
+    tensors = shared.by_name()
+    settings = (every, chosen, buffers, poison)
+    elastic = None
+    if (meeting := meeting_at(group, patience)) is not None:
+        layout = digest(repr([(name, one.shape) for name, one in tensors.items()]), 56)
+        begin = shared.digest(shared.vectors)
+        elastic = Elastic(*meeting, f"{settings}, layout {layout}", begin, least, patience)
+        group = elastic.comm
+    averager = Averager(
+        tensors,
+        chosen.scheme,
+        group=group.get_group() if isinstance(group, DeviceMesh) else group,
+        policy=lambda name, tensor: name in averaged or stays_dense(name, tensor),
+        frontload=False,
+        shard=shard,
+    )
+    if elastic is None and (others := ranks_with_other(repr(settings), averager.comm)):
+        averager.handle.close()
+        raise MismatchError(
+            f"ranks {others} have other settings than rank {averager.comm.rank}, which has"
+            f" {settings}; give all islands the same"
+        )
+    outer = Outer(shared, averager, elastic or Fixed(averager.comm), chosen, every, poison)
+    if elastic is not None and elastic.begun:
+        outer.join()
+    outer.start(optimizers)
+    return outer
+
+
+def _floats(buffers: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: one for name, one in buffers if one.is_floating_point()}

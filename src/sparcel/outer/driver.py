@@ -1,0 +1,312 @@
+"""The driver of outer steps: counts inner steps, exchanges when one is due, and goes on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from sparcel._checks import check_type
+from sparcel.comm import SimulatedCommunicator
+from sparcel.errors import CommunicationError, InputError, MismatchError
+from sparcel.outer.islands import Fixed, Islands
+from sparcel.outer.method import Method
+from sparcel.outer.shared import Shared, Vector
+from sparcel.training import Averager, Stats
+
+Poison = Literal["leave out", "void"]
+"""What becomes of an outer step if an island's pseudo-gradient holds NaN or Inf."""
+
+Outcome = Literal["done", "void", "again", "late"]
+"""How an attempt at an outer step has ended."""
+
+
+_NUMBERS = ("clock", "steps", "ends", "outcome")
+_OUTCOMES: tuple[Outcome | None, ...] = (None, "done", "void")
+"""The outcomes that a state may hold, by their numbers there."""
+
+_WAY_OUT = "give what outer.state_dict() returned for the same model and method"
+
+
+class Outer:
+    """Exchanges what a model's parameters have moved, every so many steps of its optimiser.
+
+    `attach` makes one.
+
+    Attributes
+    ----------
+    steps
+        How many outer steps have been done, by all islands together; each is of one fragment.
+    optimizer
+        The outer optimiser, whose learning rate may be changed alike on all islands.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        averager: Averager,
+        islands: Islands,
+        method: Method,
+        every: int,
+        poison: Poison,
+    ) -> None:
+        self._shared, self._averager, self._islands = shared, averager, islands
+        self._method, self._every, self._poison = method, every, poison
+        self.steps, self.optimizer = 0, shared.optimizer
+        self._clock = 0
+        """How many inner steps have been done, by which outer steps are due."""
+        self._visiting = False
+        self._under_way: Future[Outcome] | None = None
+        self._ends = 0
+        """After how many inner steps the island goes on with what is under way."""
+        self._finite = True
+        self._worker = ThreadPoolExecutor(1, "sparcel-outer")
+        self._undo = ExitStack()
+        self._undo.callback(averager.handle.close)
+        self._undo.callback(islands.close)
+        self._undo.callback(self._worker.shutdown)
+
+    @property
+    def shared(self) -> dict[str, Tensor]:
+        """The parameters that islands share, by name, as of the last outer step, not copied."""
+        return self._shared.by_name()
+
+    def stats(self) -> Stats:
+        """Return what the outer steps have cost so far; the counts are this rank's."""
+        return self._averager.handle.stats()
+
+    def start(self, optimizers: Sequence[Optimizer]) -> None:
+        """Count the steps of the last of these optimisers from now on."""
+        hook = optimizers[-1].register_step_post_hook(lambda *_: self.advance())
+        self._undo.callback(hook.remove)
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Count an inner step, and do what is due after it; optimisers call it."""
+        self._clock += 1
+        if self._under_way is not None and self._clock >= self._ends:
+            self.wait()
+        if self._under_way is None and (self._is_due() or self._is_awaited()):
+            self._begin()
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Wait for the exchange that is under way, if one is, and go on with its outcome now."""
+        if self._under_way is None:
+            return
+        under_way, self._under_way = self._under_way, None
+        outcome = under_way.result()
+        while outcome == "again":
+            self._move()
+            outcome = self._attempt()
+        if outcome == "late":
+            self._catch_up()
+            return
+        for vector in self._fragment:
+            if outcome == "done" and self._finite:
+                vector.put(self._method.keep)
+            elif not self._finite:
+                vector.put()
+        self.steps += 1
+        self._islands.committed(self.steps, self._shared.tensors)
+
+    def join(self) -> None:
+        """Take over what the islands share, and begin from there."""
+        self._take_over()
+        for vector in self._shared.vectors:
+            vector.put()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what this island needs to go on: what islands share, and its own memory.
+
+        Save it with the state of the model and of the inner optimiser, between two inner steps. An
+        exchange that is under way is waited for, but takes effect when it would have.
+
+        Returns
+        -------
+        dict
+            ``clock``, ``steps``, ``ends`` and ``outcome``, whole numbers; ``shared.{name}`` and
+            ``momentum.{name}``, the same on all islands; and the entries of `Handle.state_dict`.
+            Among elastic islands, these are of a rank 0 of 1.
+        """
+        outcome = None if self._under_way is None else self._under_way.result()
+        if outcome in ("again", "late"):
+            self.wait()
+            outcome = None
+        numbers = {
+            "clock": self._clock,
+            "steps": self.steps,
+            "ends": self._ends,
+            "outcome": _OUTCOMES.index(outcome),
+        }
+        memory = self._averager.handle.state_dict()
+        if not isinstance(self._islands, Fixed):
+            memory = _of_rank(memory, 0, 1)
+        return {
+            **{name: torch.tensor(number) for name, number in numbers.items()},
+            **{name: tensor.clone() for name, tensor in self._shared.named()},
+            **{f"averager.{name}": tensor for name, tensor in memory.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `state_dict` returned, on any number of islands; all of them call.
+
+        The model and the inner optimiser have to go on from the same step. Of a run that has gone
+        on without this island meanwhile, only the memory is taken over. With a fixed group, rank r
+        takes over the memory of all old ranks r, r+P, …, as `Handle.load_state_dict` says.
+
+        Raises
+        ------
+        InputError
+            When an entry is missing or does not fit.
+        """
+        check_type(state, Mapping, "state", _WAY_OUT)
+        missing = [name for name in (*_NUMBERS, *dict(self._shared.named())) if name not in state]
+        if missing:
+            raise InputError(f"the state has no {missing[0]!r}; {_WAY_OUT}")
+        memory = {
+            name.removeprefix("averager."): tensor
+            for name, tensor in state.items()
+            if name.startswith("averager.")
+        }
+        comm, numbers = self._averager.comm, {name: int(state[name]) for name in _NUMBERS}
+        if not isinstance(self._islands, Fixed):
+            memory = _of_rank(memory, comm.rank, comm.size)
+        self._averager.handle.load_state_dict(memory)
+        if numbers["steps"] < self.steps:
+            return
+        for name, tensor in self._shared.named():
+            tensor.copy_(state[name])
+        self._clock, self.steps = numbers["clock"], numbers["steps"]
+        outcome, self._ends = _OUTCOMES[numbers["outcome"]], numbers["ends"]
+        self._under_way = None if outcome is None else _ended(outcome)
+
+    def close(self) -> None:
+        """Exchange nothing more; the model stays as it is."""
+        self._undo.close()
+
+    @property
+    def _fragment(self) -> list[Vector]:
+        """What the next outer step is of."""
+        fragments = self._shared.fragments
+        return fragments[self.steps % len(fragments)]
+
+    def _due(self, steps: int) -> int:
+        """Return after how many inner steps an outer step is due."""
+        return -(-steps * self._every // len(self._shared.fragments))
+
+    def _is_due(self) -> bool:
+        return self._clock >= self._due(self.steps + 1)
+
+    def _is_awaited(self) -> bool:
+        """Tell whether others wait for this island, which has come between two of their steps."""
+        return self._visiting and self._islands.waiting(self.steps)
+
+    def _begin(self) -> None:
+        self._move()
+        self._visiting = False
+        overlap = self._method.overlap
+        if overlap and not isinstance(self._averager.comm, SimulatedCommunicator):
+            self._under_way = self._worker.submit(self._attempt)
+        else:  # a simulated rank has one thread
+            self._under_way = _ended(self._attempt())
+        self._ends = self._clock + overlap
+        if not overlap:
+            self.wait()
+
+    def _move(self) -> None:
+        """Find out what this island has moved of the fragment."""
+        finite = [vector.move() for vector in self._fragment]
+        self._finite = all(finite)
+
+    @torch.no_grad()
+    def _attempt(self) -> Outcome:
+        """Exchange the fragment, and update what is shared of it."""
+        islands, averager, fragment = self._islands, self._averager, self._fragment
+        if not islands.meet(self.steps):
+            return "late"
+        finite, bad, arrived = True, 0, False
+
+        def decide(ended_finite: bool) -> bool:
+            nonlocal finite, arrived
+            finite, arrived = ended_finite, islands.decide(True)
+            return arrived
+
+        try:
+            if islands.comm is not averager.comm:
+                averager.connect(islands.comm, self.steps)
+            bad = self._agree()
+            void = bad == averager.comm.size or (bad > 0 and self._poison == "void")
+            if void:
+                decide(False)
+            else:
+                for vector in fragment:
+                    if not self._finite:
+                        vector.moved.zero_()
+                    averager.queue(vector.moved, vector.places)
+                averager.finish(decide)
+        except CommunicationError:
+            if isinstance(islands, Fixed):
+                raise
+            islands.decide(False)
+        if not arrived:
+            return "again"
+        if not finite:
+            return "void"
+        if bad:  # the average is over those that count
+            for vector in fragment:
+                vector.moved.mul_(averager.comm.size / (averager.comm.size - bad))
+        self._shared.step(fragment)
+        if self._method.decay != 1:
+            averager.decay([name for one in fragment for name in one.places], self._method.decay)
+        return "done"
+
+    def _agree(self) -> int:
+        """Return how many islands hold NaN or Inf, if all share the same parameters."""
+        comm = self._averager.comm
+        own = self._shared.digest(self._fragment)
+        numbers = comm.run(lambda: comm.gather_numbers(2 * own + self._finite))
+        others = [rank for rank, number in enumerate(numbers) if number // 2 != own]
+        if others:
+            raise MismatchError(
+                f"ranks {others} share other parameters than rank {comm.rank} after"
+                f" {self.steps} outer steps; start them from one checkpoint, or with one seed"
+            )
+        return sum(number % 2 == 0 for number in numbers)
+
+    def _catch_up(self) -> None:
+        """Take over what the others have done without this island, and keep what it has moved."""
+        before = [vector.shared.clone() for vector in self._shared.vectors]
+        self._take_over()
+        for vector, old in zip(self._shared.vectors, before, strict=True):
+            if self._finite:
+                vector.shift(old)
+            else:
+                vector.put()
+
+    def _take_over(self) -> None:
+        self.steps = self._islands.join(self._shared.tensors)
+        self._clock = self._due(self.steps)
+        self._visiting = True
+
+
+def _ended(outcome: Outcome) -> Future[Outcome]:
+    """Return an attempt that has ended."""
+    ended: Future[Outcome] = Future()
+    ended.set_result(outcome)
+    return ended
+
+
+def _of_rank(memory: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
+    """Return the entries of the one rank that a state has, as those of a rank of so many."""
+    renamed = {
+        re.sub(r"^(rank|velocity)\d+\.", rf"\g<1>{rank}.", name): tensor
+        for name, tensor in memory.items()
+    }
+    return {**renamed, "world_size": torch.tensor(size)}

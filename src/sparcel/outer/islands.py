@@ -1,0 +1,324 @@
+"""Which islands take part in an outer step: a fixed group, or those that come to a meeting.
+
+A meeting is an attempt at a step. Everything about it is in a store that all islands reach:
+
+``` text
+step.attempt/came, step.attempt/island    how many have come, and who
+step.attempt/quorum                       who takes part: the first to write it decides
+step.attempt/outcome                      "commit" or "abort": likewise
+latest                                    how many steps have been committed
+```
+
+After an exchange all members wait for one another. Whoever has heard from all proposes to commit,
+whoever has not proposes to abort, and the first proposal holds for all. So a step takes effect on
+all its members or on none, whenever one of them dies.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+
+from sparcel.comm import Communicator
+from sparcel.errors import CommunicationError, MismatchError
+
+Connect = Callable[[str, list[int], int, float], Communicator]
+"""Connects the islands of these numbers, given a name of their own, the place of this one, and the
+seconds that an exchange may take."""
+
+_POLL_SECONDS = 0.02
+
+_GRACE_SECONDS = 3.0
+"""How long islands are waited for that may have failed with the last attempt."""
+
+
+class Islands(Protocol):
+    """The islands that take part in outer steps."""
+
+    comm: Communicator
+
+    def meet(self, step: int) -> bool:
+        """Wait for the others; return whether this island takes part in the step with ``comm``."""
+
+    def decide(self, arrived: bool) -> bool:
+        """Return whether the step takes effect, given whether all has arrived here."""
+
+    def committed(self, step: int, tensors: Sequence[Tensor]) -> None:
+        """Learn that so many steps have been done, after which islands share these tensors."""
+
+    def waiting(self, step: int) -> bool:
+        """Tell whether others have met already for the step, and wait."""
+
+    def close(self) -> None:
+        """Take part in no more steps."""
+
+
+class Fixed:
+    """The ranks of a communicator, all of which take part in every step."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+
+    def meet(self, step: int) -> bool:
+        """See `Islands.meet`."""
+        return True
+
+    def decide(self, arrived: bool) -> bool:
+        """See `Islands.decide`."""
+        return arrived
+
+    def committed(self, step: int, tensors: Sequence[Tensor]) -> None:
+        """See `Islands.committed`."""
+
+    def waiting(self, step: int) -> bool:
+        """See `Islands.waiting`."""
+        return False
+
+    def close(self) -> None:
+        """See `Islands.close`."""
+
+
+class Attempt(NamedTuple):
+    """An attempt at a step."""
+
+    step: int
+    number: int
+
+    def key(self, what: str) -> str:
+        """Return the name in the store of something about it."""
+        return f"{self.step}.{self.number}/{what}"
+
+
+class Elastic:
+    """Islands that come and go between steps, and meet in a store.
+
+    Parameters
+    ----------
+    store
+        A store of the run, which survives every island.
+    connect
+        What connects islands.
+    facts
+        What has to be the same on all islands, in words.
+    shared
+        A number of the parameters that islands have in common when the run begins.
+    least
+        How many islands begin it.
+    patience
+        Seconds for which an island is waited for.
+
+    Attributes
+    ----------
+    begun
+        Whether the run had begun when this island came.
+
+    Raises
+    ------
+    MismatchError
+        When other islands of the run have other facts, or it has not begun and they have other
+        parameters.
+    CommunicationError
+        When the store does not answer. Other methods raise it, too.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        connect: Connect,
+        facts: str,
+        shared: int,
+        least: int,
+        patience: float,
+    ) -> None:
+        self._store, self._connect, self._patience, self._least = store, connect, patience, least
+        self.begun = store.check(["latest"])
+        self._check("facts", facts, "other settings")
+        if not self.begun:
+            self._check("shared", str(shared), "other parameters to begin with")
+        self.me = int(store.add("islands", 1))
+        """The number of this island, which no other gets."""
+        self._members: list[int] = []
+        self._attempts: list[tuple[Attempt, int]] = []
+        """The latest attempts, whose keys are still in the store, and how many came to each."""
+        self._served = int(store.add("guests", 0))
+        self.comm = connect(f"alone{self.me}", [self.me], 0, patience)
+        self._alone = True
+
+    def _check(self, key: str, own: str, what: str) -> None:
+        first = self._store.compare_set(key, "", own).decode()
+        if first != own:
+            text = f"an island has {what}: {own!r}, where the first one has {first!r}"
+            if not self.begun:
+                self._store.set("refused", text)
+            raise MismatchError(f"{text}; start all islands of a run alike, or name another run")
+
+    def meet(self, step: int) -> bool:
+        """See `Islands.meet`; False if the others have done the step without this island."""
+        while self._latest() <= step:
+            attempt = self._next_attempt(step)
+            place = int(self._store.add(attempt.key("came"), 1))
+            self._store.set(attempt.key(f"island{place}"), str(self.me))
+            members = self._agree(attempt)
+            self._attempts.append((attempt, len(members)))
+            if self.me in members:
+                if self._alone or members != self._members:
+                    self._leave()
+                    self._members, self._alone = members, False
+                    self.comm = self._connect(
+                        attempt.key("mesh"), members, members.index(self.me), self._patience
+                    )
+                return True
+            if self._outcome(attempt) == "commit":
+                return False
+        return False
+
+    def _next_attempt(self, step: int) -> Attempt:
+        """Return the first attempt at a step that has not been aborted."""
+        attempt = Attempt(step, 0)
+        while self._read(attempt.key("outcome")) == "abort":
+            attempt = Attempt(step, attempt.number + 1)
+        return attempt
+
+    def _agree(self, attempt: Attempt) -> list[int]:
+        """Wait until it is decided who takes part; return them in order."""
+        since = time.monotonic()
+        patience = min(self._patience, _GRACE_SECONDS) if attempt.number else self._patience
+        while (decided := self._read(attempt.key("quorum"))) is None:
+            if (refused := self._read("refused")) is not None:
+                raise MismatchError(refused)
+            came = self._numbers(attempt.key("came"), attempt.key("island"))
+            guests = self._numbers(f"{attempt.step}/guests", f"{attempt.step}/guest")
+            expected = {*self._members} - self._gone() | guests
+            late = time.monotonic() - since > patience
+            if self._members:
+                ready = late or expected <= came
+            else:  # a guest does not know whom to expect
+                ready = late if self.begun else len(came) >= self._least
+            if ready and self.me in came:
+                text = json.dumps(sorted(came))
+                decided = self._store.compare_set(attempt.key("quorum"), "", text).decode()
+                break
+            time.sleep(_POLL_SECONDS)
+        self.begun = True
+        members: list[int] = json.loads(decided)
+        return members
+
+    def _numbers(self, count: str, key: str) -> set[int]:
+        """Return the numbers of islands that were put under a key, one after another."""
+        places = range(1, int(self._store.add(count, 0)) + 1)
+        found = [self._read(f"{key}{place}") for place in places]
+        return {int(one) for one in found if one is not None}
+
+    def _gone(self) -> set[int]:
+        """Return the members whose connections have ended."""
+        if self._alone:
+            return set()
+        return {self._members[rank] for rank in self.comm.lost()}
+
+    def decide(self, arrived: bool) -> bool:
+        """See `Islands.decide`."""
+        if arrived:
+            try:
+                self.comm.run(lambda: self.comm.gather_numbers(0))
+            except CommunicationError:
+                arrived = False
+        wish = "commit" if arrived else "abort"
+        (attempt, _) = self._attempts[-1]
+        outcome = self._store.compare_set(attempt.key("outcome"), "", wish).decode()
+        self._alone = outcome == "abort"  # connections to the others have ended
+        return bool(outcome == "commit")
+
+    def _outcome(self, attempt: Attempt) -> str:
+        """Wait for the outcome of an attempt of others, who may die of it."""
+        deadline = time.monotonic() + 3 * self._patience
+        while (outcome := self._read(attempt.key("outcome"))) is None:
+            if time.monotonic() > deadline:
+                return self._store.compare_set(attempt.key("outcome"), "", "abort").decode()
+            time.sleep(_POLL_SECONDS)
+        return outcome
+
+    def committed(self, step: int, tensors: Sequence[Tensor]) -> None:
+        """See `Islands.committed`; islands that wait to join get the tensors meanwhile."""
+        before = self._read("latest")
+        if int(before or 0) < step:
+            self._store.compare_set("latest", before or "", str(step))
+        self._forget(step - 2)
+        for place in range(self._served + 1, int(self._store.add("guests", 0)) + 1):
+            guest = self._read(f"guest{place}")
+            if guest is None:
+                break  # it has just come
+            self._served = place
+            if self._store.compare_set(f"host{place}", "", str(self.me)).decode() == str(self.me):
+                copies = [tensor.clone() for tensor in tensors]
+                arguments = (place, int(guest), step, copies)
+                threading.Thread(target=self._host, args=arguments, daemon=True).start()
+
+    def _forget(self, step: int) -> None:
+        """Remove what the store holds of attempts up to a step."""
+        for attempt, came in [one for one in self._attempts if one[0].step <= step]:
+            self._attempts.remove((attempt, came))
+            if self.me == self._members[0]:
+                places = [f"island{place}" for place in range(1, came + 1)]
+                for what in ("came", "quorum", "outcome", *places):
+                    self._store.delete_key(attempt.key(what))
+
+    def _host(self, place: int, guest: int, step: int, tensors: Sequence[Tensor]) -> None:
+        """Send an island that wants to join what the islands share after so many steps."""
+        with suppress(CommunicationError):  # the guest has gone, or will ask another
+            comm = self._connect(f"guest{place}/mesh", [self.me, guest], 0, self._patience)
+            for message in (torch.tensor([step]), *tensors):
+                comm.exchange({1: message.view(torch.uint8)}, {})
+            comm.close()
+
+    def join(self, tensors: Sequence[Tensor]) -> int:
+        """Wait for a host; receive what the islands share, and return after how many steps."""
+        self._members, self._alone = [], True
+        while True:
+            place = int(self._store.add("guests", 1))
+            self._store.set(f"guest{place}", str(self.me))
+            step = torch.zeros(1, dtype=torch.int64)
+            with suppress(CommunicationError):
+                comm = self._connect(
+                    f"guest{place}/mesh", [self._host_of(place), self.me], 1, self._patience
+                )
+                for tensor in (step, *tensors):
+                    came = comm.exchange({}, {0: tensor.nbytes})[0]
+                    tensor.view(torch.uint8).copy_(came)
+                comm.close()
+                number = int(self._store.add(f"{int(step)}/guests", 1))
+                self._store.set(f"{int(step)}/guest{number}", str(self.me))
+                return int(step)
+
+    def _host_of(self, place: int) -> int:
+        while (host := self._read(f"host{place}")) is None:
+            time.sleep(_POLL_SECONDS)
+        return int(host)
+
+    def waiting(self, step: int) -> bool:
+        """See `Islands.waiting`."""
+        return int(self._store.add(self._next_attempt(step).key("came"), 0)) > 0
+
+    def _leave(self) -> None:
+        with suppress(CommunicationError):
+            self.comm.close()
+
+    def close(self) -> None:
+        """See `Islands.close`."""
+        self._leave()
+
+    def _latest(self) -> int:
+        return int(self._read("latest") or 0)
+
+    def _read(self, key: str) -> str | None:
+        if not self._store.check([key]):
+            return None
+        value: bytes = self._store.get(key)
+        return value.decode()

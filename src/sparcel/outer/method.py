@@ -1,0 +1,139 @@
+"""What an outer step does: settings of one mechanism, and those of the papers by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from sparcel._checks import check_type, checked_flag, checked_number, checked_whole
+from sparcel.errors import checked_name
+from sparcel.formats import FewBits, Format
+from sparcel.schemes import Bidirectional, Dense, Scheme
+from sparcel.schemes.papers.sparseloco import SparseLoCo
+from sparcel.selectors import Bucketed
+
+Divisor = Literal["all", "sent"]
+"""Over whom a coordinate is averaged: all islands, or those that sent it."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """How islands exchange what their parameters have moved, and what they do with the average.
+
+    Parameters
+    ----------
+    scheme
+        What averages the pseudo-gradients, as `sparcel.scheme` makes it.
+    lr, momentum, nesterov
+        The outer optimiser, `torch.optim.SGD`, which steps with the average.
+    decay
+        What the memory of a fragment is multiplied by after each of its outer steps, in [0, 1]: 1
+        loses nothing, 0 is no error feedback.
+    fragments
+        How many parts take turns, so that a part is exchanged every ``every / fragments`` inner
+        steps. The tensors of the model are dealt to them in turn.
+    overlap
+        How many inner steps go on while a fragment is exchanged.
+    keep
+        The share of an island's own parameters in what it goes on with, in [0, 1): the rest are the
+        shared parameters.
+    """
+
+    scheme: Scheme
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+    decay: float = 1.0
+    fragments: int = 1
+    overlap: int = 0
+    keep: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_type(self.scheme, Scheme, "scheme", "sparcel.scheme('topk') makes one")
+        checked_number(self.lr, "lr", above=0)
+        checked_number(self.momentum, "momentum", at_least=0, below=1)
+        checked_flag(self.nesterov, "nesterov")
+        checked_number(self.decay, "decay", at_least=0, at_most=1)
+        checked_whole(self.fragments, "fragments", 1)
+        checked_whole(self.overlap, "overlap", 0)
+        checked_number(self.keep, "keep", at_least=0, below=1)
+        if not self.momentum:
+            object.__setattr__(self, "nesterov", False)  # SGD has none without momentum
+
+
+def default(density: float = 0.1) -> Method:
+    """Send a share of the pseudo-gradient in 4 bits, and return three times as much of the sums."""
+    return Method(Bidirectional(density, format="packed:4"))
+
+
+def diloco(lr: float = 0.7, momentum: float = 0.9) -> Method:
+    """DiLoCo: everything in float32, and Nesterov momentum.
+
+    Source: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training".
+    """
+    return Method(Dense(), lr, momentum)
+
+
+def streaming(fragments: int = 4, overlap: int = 4, bits: int = 4) -> Method:
+    """Streaming DiLoCo: fragments in turn, beside inner steps, in 4 bits without error feedback.
+
+    Islands go on with the mean of their own and of the shared parameters. The paper writes numbers
+    of 4 bits with an exponent of 3 (E3M0); here they have a scale for 64 of them.
+    Source: Douillard et al. 2025, "Streaming DiLoCo with overlapping communication".
+    """
+    scheme = Bidirectional(1.0, format=f"packed:{bits}")
+    return Method(scheme, decay=0.0, fragments=fragments, overlap=overlap, keep=0.5)
+
+
+def sparseloco(lr: float = 1.0, divisor: Divisor = "all") -> Method:
+    """SparseLoCo: one coordinate in 64, in 2 bits, a decaying memory, and no outer momentum.
+
+    Parameters
+    ----------
+    divisor
+        ``"all"``, as in the paper: a coordinate's sum is divided by the number of islands. It goes
+        by way of the owners of regions, so a rank sends as much however many islands there are.
+        ``"sent"``, as in its authors' code: by the number of islands that have sent the coordinate,
+        each clipped to the median norm. Every island then gets all that the others send, in their
+        layout of chunks.
+
+    Source: Sarfi et al. 2025, "Communication Efficient LLM Pre-training with SparseLoCo".
+    """
+    checked_name(divisor, ("all", "sent"), "divisor")
+    values = FewBits(2, block=64)
+    if divisor == "sent":
+        scheme: Scheme = SparseLoCo(
+            1 / 64, format=Format("chunked", values), selector=Bucketed(4096, 64)
+        )
+    else:
+        scheme = Bidirectional(1 / 64, format=Format("packed", values))
+    return Method(scheme, lr, momentum=0.0, decay=0.95)
+
+
+def muloco(bits: int = 4, decay: float = 0.9) -> Method:
+    """MuLoCo: Muon inside, everything in few bits, and a decaying error feedback.
+
+    Give `sparcel.outer.attach` Muon as the inner optimiser. The authors scale numbers row by row;
+    here 64 share a scale, or 32 with 2 bits.
+    Source: Thérien et al. 2025, "MuLoCo: Muon is a practical inner optimizer for DiLoCo".
+    """
+    return Method(Bidirectional(1.0, format=f"packed:{bits}"), decay=decay)
+
+
+METHODS = {
+    "default": default,
+    "diloco": diloco,
+    "streaming": streaming,
+    "sparseloco": sparseloco,
+    "muloco": muloco,
+}
+"""The methods by name."""
+
+
+def chosen_method(method: Method | Scheme | str | None) -> Method:
+    """Return a method that is given, by name, or by its scheme alone; a fresh scheme is its own."""
+    if isinstance(method, Scheme):
+        method = Method(method)
+    if not isinstance(method, Method):
+        method = METHODS[checked_name(method or "default", METHODS, "method")]()
+    return replace(method, scheme=method.scheme.fresh())

@@ -1,0 +1,78 @@
+"""Where islands meet that come and go: a store that a command serves, or a bucket."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub leaves it out
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from sparcel.comm import Communicator, TorchCommunicator
+from sparcel.comm.connected import ConnectedCommunicator
+from sparcel.comm.torch.rendezvous import TorchRendezvous
+from sparcel.delta.stores import Store as Bucket
+from sparcel.errors import CommunicationError, InputError
+from sparcel.outer.bucket import BucketRendezvous, BucketStore
+from sparcel.outer.islands import Connect
+
+PORT = 29400
+"""Where ``sparcel meet`` listens unless it is told."""
+
+_ON_HOST = torch.device("cpu")
+
+
+def meeting_at(place: object, patience: float) -> tuple[Store, Connect] | None:
+    """Return the store of a place where islands meet, and what connects them; None for a group.
+
+    Raises
+    ------
+    InputError
+        When the place is none.
+    CommunicationError
+        When no store answers there.
+    """
+    if isinstance(place, str) and place.startswith("tcp://"):
+        return _over_links(place, patience)
+    if isinstance(place, str | os.PathLike | Bucket):
+        return _by_files(place)
+    return None
+
+
+def _over_links(place: str, patience: float) -> tuple[Store, Connect]:
+    try:
+        found = urlsplit(place)
+        host, port = found.hostname, found.port or PORT
+    except ValueError:
+        host = None
+    if not host:
+        raise InputError(f'{place!r} is no place to meet; give "tcp://HOST:PORT"')
+
+    def client() -> Store:
+        try:
+            store = TCPStore(
+                host, port, timeout=timedelta(seconds=patience), wait_for_workers=False
+            )
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"nobody serves islands at {place} ({error}); run `sparcel meet --port {port}`"
+                " there, and leave it running"
+            ) from error
+        return PrefixStore(f"sparcel{found.path}", store)
+
+    def connect(name: str, members: list[int], rank: int, seconds: float) -> Communicator:
+        # A client of its own, because one that waits for a key answers nobody else.
+        store = PrefixStore(name, client())
+        return TorchCommunicator(TorchRendezvous(store, members, rank, seconds, "gloo", _ON_HOST))
+
+    return client(), connect
+
+
+def _by_files(place: Bucket | str | os.PathLike[str]) -> tuple[Store, Connect]:
+    def connect(name: str, members: list[int], rank: int, seconds: float) -> Communicator:
+        store = PrefixStore(name, BucketStore(place))
+        return ConnectedCommunicator(BucketRendezvous(store, members, rank, seconds))
+
+    return BucketStore(place), connect

@@ -1,0 +1,185 @@
+"""The parameters that islands share, and by how much an island has moved them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from sparcel._checks import all_finite
+from sparcel.memory import Range, wide_dtype
+from sparcel.outer.method import Method
+
+_WORDS = 8
+"""Vectors are padded to so many elements, so that they are whole numbers of 64 bits."""
+
+
+class Vector:
+    """Tensors of a model that are exchanged as one vector; all have the same wide dtype.
+
+    Attributes
+    ----------
+    shared
+        Their values after the last outer step, the same on all islands, float32 or float64
+        ``[size]``.
+    moved
+        The pseudo-gradient, ``[size]``: shared less local. Exchanging replaces it by the average.
+        Vectors of other fragments use the same memory.
+    places
+        Where each tensor lies.
+    optimized
+        How many of the first elements the outer optimiser updates. The rest are buffers, which
+        become their average.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], moved: Tensor
+    ) -> None:
+        self._local = {**parameters, **buffers}
+        self.places: dict[str, Range] = {}
+        end = 0
+        for name, tensor in self._local.items():
+            self.places[name] = end, end + tensor.numel()
+            end += tensor.numel()
+        self.optimized = sum(tensor.numel() for tensor in parameters.values())
+        self.shared = moved.new_zeros(padded(end))
+        self.moved = moved[: padded(end)]
+        self.share()
+
+    def view(self, vector: Tensor, name: str) -> Tensor:
+        """Return a tensor's elements of a vector, in its shape."""
+        start, stop = self.places[name]
+        return vector[start:stop].view(self._local[name].shape)
+
+    def share(self) -> None:
+        """Let the shared values be this island's."""
+        for name, local in self._local.items():
+            self.view(self.shared, name).copy_(local)
+
+    def move(self) -> bool:
+        """Put the pseudo-gradient into ``moved``; return whether it is finite."""
+        self.moved[max((stop for _, stop in self.places.values()), default=0) :] = 0
+        for name, local in self._local.items():
+            shared = self.view(self.shared, name)
+            if local.dtype != shared.dtype:  # what the cast takes off, this island has not moved
+                shared = shared.to(local.dtype).to(shared.dtype)
+            torch.sub(shared, local, out=self.view(self.moved, name))
+        return all_finite(self.moved)
+
+    def put(self, keep: float = 0.0) -> None:
+        """Let this island go on with the shared values, and a share of its own."""
+        for name, local in self._local.items():
+            shared = self.view(self.shared, name).to(local.dtype)
+            if keep:
+                local.lerp_(shared, 1 - keep)
+            else:
+                local.copy_(shared)
+
+    def shift(self, before: Tensor) -> None:
+        """Move this island's values as the shared ones have moved since ``before``."""
+        for name, local in self._local.items():
+            local.add_(self.view(self.shared, name) - self.view(before, name))
+
+
+class Shared:
+    """All that islands share, in fragments that take turns.
+
+    Attributes
+    ----------
+    fragments
+        The vectors of each fragment.
+    optimizer
+        The outer optimiser. Its learning rate may be changed, alike on all islands.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], method: Method
+    ) -> None:
+        dealt = _dealt(parameters, method.fragments)
+        everything = (*parameters.values(), *buffers.values())
+        dtypes = sorted({wide_dtype(one.dtype) for one in everything}, key=str)
+        self.fragments: list[list[Vector]] = [[] for _ in dealt]
+        for dtype in dtypes:
+            parts = [
+                (_of_dtype(part, dtype), _of_dtype(buffers if number == 0 else {}, dtype))
+                for number, part in enumerate(dealt)
+            ]
+            sizes = [sum(one.numel() for group in part for one in group.values()) for part in parts]
+            scratch = torch.zeros(padded(max(sizes)), dtype=dtype, device=everything[0].device)
+            for fragment, (own, averaged), size in zip(self.fragments, parts, sizes, strict=True):
+                if size:
+                    fragment.append(Vector(own, averaged, scratch))
+        self._leaves = [torch.nn.Parameter(one.shared[: one.optimized]) for one in self.vectors]
+        self.optimizer = torch.optim.SGD(
+            self._leaves, method.lr, method.momentum, nesterov=method.nesterov, fused=True
+        )
+        self.momenta = [torch.zeros_like(leaf) for leaf in self._leaves] if method.momentum else []
+        for leaf, momentum in zip(self._leaves, self.momenta, strict=bool(self.momenta)):
+            self.optimizer.state[leaf]["momentum_buffer"] = momentum
+
+    @property
+    def vectors(self) -> list[Vector]:
+        """The vectors of all fragments."""
+        return [vector for fragment in self.fragments for vector in fragment]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What makes an outer step on this island the same as on the others."""
+        return [*(vector.shared for vector in self.vectors), *self.momenta]
+
+    def by_name(self) -> dict[str, Tensor]:
+        """Return the shared values by name."""
+        return {
+            name: vector.view(vector.shared, name)
+            for vector in self.vectors
+            for name in vector.places
+        }
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the shared values, and the outer momentum, by name."""
+        for number, vector in enumerate(self.vectors):
+            for name, (_, stop) in vector.places.items():
+                yield f"shared.{name}", vector.view(vector.shared, name)
+                if self.momenta and stop <= vector.optimized:
+                    yield f"momentum.{name}", vector.view(self.momenta[number], name)
+
+    def step(self, fragment: Sequence[Vector]) -> None:
+        """Update the shared values by the averages that have come."""
+        for vector, leaf in zip(self.vectors, self._leaves, strict=True):
+            chosen = vector in fragment
+            leaf.grad = vector.moved[: vector.optimized] if chosen else None
+            if chosen:
+                vector.shared[vector.optimized :].sub_(vector.moved[vector.optimized :])
+        self.optimizer.step()
+        for leaf in self._leaves:
+            leaf.grad = None
+
+    def digest(self, fragment: Sequence[Vector]) -> int:
+        """Return a number that differs, as good as surely, if the shared values of islands do."""
+        return sum(int(vector.shared.view(torch.int64).sum()) for vector in fragment) % (1 << 62)
+
+
+def padded(size: int) -> int:
+    """Return a multiple of some elements that is at least ``size``."""
+    return -(-size // _WORDS) * _WORDS
+
+
+def _of_dtype(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: one for name, one in tensors.items() if wide_dtype(one.dtype) == dtype}
+
+
+def _dealt(tensors: Mapping[str, Tensor], fragments: int) -> list[dict[str, Tensor]]:
+    """Deal the layers of a model to fragments in turn."""
+    hands: list[dict[str, Tensor]] = [{} for _ in range(fragments)]
+    for turn, (_, names) in enumerate(groupby(tensors, _layer)):
+        hands[turn % fragments].update({name: tensors[name] for name in names})
+    return [hand for hand in hands if hand]
+
+
+def _layer(name: str) -> str:
+    """Return the layer of a parameter: an element of a list of modules, or else its module."""
+    element = re.match(r"(?:.*?\.)?\d+(?=\.)", name)
+    return element[0] if element else name.rpartition(".")[0]
