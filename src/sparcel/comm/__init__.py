@@ -19,10 +19,19 @@ from sparcel.comm.communicator import (
     gather_in_rounds,
     ranks_with_other,
 )
+from sparcel.comm.connected import ConnectedCommunicator as ConnectedCommunicator
 from sparcel.comm.engine import ALL_CONTROL
+from sparcel.comm.engine import Arrived as Arrived
+from sparcel.comm.engine import Bounds as Bounds
+from sparcel.comm.engine import Engine as Engine
+from sparcel.comm.engine import Leaving as Leaving
+from sparcel.comm.engine import LostPeerError as LostPeerError
+from sparcel.comm.engine import PeerErrors as PeerErrors
+from sparcel.comm.failure import Failure as Failure
 from sparcel.comm.jobs import Job
 from sparcel.comm.launcher import launched
 from sparcel.comm.nodes import Grid
+from sparcel.comm.rendezvous import Rendezvous as Rendezvous
 from sparcel.comm.simulated import Network, Report, SimulatedCommunicator, simulate
 from sparcel.comm.staged import Staged, carry
 from sparcel.comm.torch import TorchCommunicator

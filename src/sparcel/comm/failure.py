@@ -20,10 +20,10 @@ from sparcel.errors import CommunicationError, MismatchError
 T = TypeVar("T")
 
 STORE_SECONDS = 2.0
-"""How long the store may take to answer; its host may be the process that failed."""
+"""How long a store in a process of the cluster may take to answer."""
 
 _POLL_SECONDS = 0.005
-"""How often to read the store; the store's own wait prints a warning when it times out."""
+"""How often to read such a store; its own wait prints a warning when it times out."""
 
 
 class Cause(NamedTuple):
@@ -46,6 +46,10 @@ class Failure:
         A store that no other communicator uses.
     size
         Number of ranks.
+    seconds
+        How long the store may take to answer; its host may be the process that failed.
+    pause
+        Seconds between two looks at the store.
 
     Attributes
     ----------
@@ -53,8 +57,17 @@ class Failure:
         The first cause that this rank knows of, or None.
     """
 
-    def __init__(self, store: Store, size: int) -> None:
-        self._store, self._size = store, size
+    KEY = "cause"
+    """The key that a failed communicator has in its store."""
+
+    def __init__(
+        self,
+        store: Store,
+        size: int,
+        seconds: float = STORE_SECONDS,
+        pause: float = _POLL_SECONDS,
+    ) -> None:
+        self._store, self._size, self._seconds, self._pause = store, size, seconds, pause
         self.cause: Cause | None = None
         self._position = ""  # the last one given to `compare`
         self._announced = False
@@ -66,24 +79,24 @@ class Failure:
         many seconds for another rank's cause.
         """
         if self.cause is None:
-            first = answer_within(lambda: self._publish(cause, patience), patience + STORE_SECONDS)
+            first = answer_within(lambda: self._publish(cause, patience), patience + self._seconds)
             self.cause = first or cause
         return self.cause
 
     def read(self) -> Cause | None:
         """Return the cause that a rank has published, or None."""
-        return self.cause or answer_within(self._read, STORE_SECONDS)
+        return self.cause or answer_within(self._read, self._seconds)
 
     def compare(self, position: str, rank: int, history: str) -> int | None:
         """Return a rank that made other calls at this position in the program, or None.
 
         A history is one line for each call. Ranks may be at different lines of the same history.
         """
-        return answer_within(lambda: self._compare(position, rank, history), STORE_SECONDS)
+        return answer_within(lambda: self._compare(position, rank, history), self._seconds)
 
     def gather_calls(self, rank: int, texts: str, patience: float) -> dict[int, str]:
         """Give the others this rank's call; return the calls that came within ``patience`` s."""
-        calls = answer_within(lambda: self._gather(rank, texts, patience), patience + STORE_SECONDS)
+        calls = answer_within(lambda: self._gather(rank, texts, patience), patience + self._seconds)
         return calls or {rank: texts}
 
     def finish(self, patience: float) -> bool:
@@ -91,15 +104,15 @@ class Failure:
 
         May be called again to ask again.
         """
-        return bool(answer_within(lambda: self._finish(patience), patience + STORE_SECONDS))
+        return bool(answer_within(lambda: self._finish(patience), patience + self._seconds))
 
     def _publish(self, cause: Cause, patience: float) -> Cause:
-        wait_until(lambda: self._store.check(["cause"]), patience)
-        first: bytes = self._store.compare_set("cause", "", f"{cause.disagreed:d}{cause.text}")
+        wait_until(lambda: self._store.check([self.KEY]), patience, self._pause)
+        first: bytes = self._store.compare_set(self.KEY, "", f"{cause.disagreed:d}{cause.text}")
         return _decoded(first)
 
     def _read(self) -> Cause | None:
-        return _decoded(self._store.get("cause")) if self._store.check(["cause"]) else None
+        return _decoded(self._store.get(self.KEY)) if self._store.check([self.KEY]) else None
 
     def _compare(self, position: str, rank: int, history: str) -> int | None:
         """Keep the longest history of a position in the store."""
@@ -117,7 +130,7 @@ class Failure:
     def _gather(self, rank: int, texts: str, patience: float) -> dict[int, str]:
         self._store.set(f"called {self._store.add('calls', 1)}", f"{rank} {texts}")
         keys = [f"called {number}" for number in range(1, self._size + 1)]
-        wait_until(lambda: self._store.check(keys), patience)
+        wait_until(lambda: self._store.check(keys), patience, self._pause)
         came = [self._store.get(key).decode() for key in keys if self._store.check([key])]
         pairs = (text.split(" ", 1) for text in came)
         return {int(rank): texts for rank, texts in pairs}
@@ -126,7 +139,7 @@ class Failure:
         if not self._announced:
             self._announced = True
             self._store.add("done", 1)
-        return wait_until(self._all_done, patience)
+        return wait_until(self._all_done, patience, self._pause)
 
     def _all_done(self) -> bool:
         return bool(self._store.add("done", 0) == self._size)
@@ -137,11 +150,11 @@ def _decoded(cause: bytes) -> Cause:
     return Cause(text[1:], text[0] == "1")
 
 
-def wait_until(holds: Callable[[], bool], seconds: float) -> bool:
+def wait_until(holds: Callable[[], bool], seconds: float, pause: float = _POLL_SECONDS) -> bool:
     """Ask until ``holds`` returns True, for at most ``seconds``; return the last answer."""
     deadline = time.monotonic() + seconds
     while not (answer := holds()) and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
+        time.sleep(pause)
     return answer
 
 

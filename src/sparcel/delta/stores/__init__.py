@@ -32,6 +32,17 @@ class Store(Protocol):
         """Let one publisher at a time read and write the index, where that is possible."""
 
 
+@runtime_checkable
+class ExclusiveStore(Store, Protocol):
+    """A store in which the first of several writers of a file wins, as a bucket of islands must."""
+
+    def create(self, name: str, parts: Iterable[bytes | memoryview]) -> bool:
+        """Write a file, whole or not at all, unless it is there; return whether it was written.
+
+        Of several writers at the same time one writes. Raises InputError where that cannot be had.
+        """
+
+
 def store_at(place: Store | str | os.PathLike[str]) -> Store:
     """Return the store at a path, or at a URL that fsspec knows, such as ``s3://bucket/folder``.
 

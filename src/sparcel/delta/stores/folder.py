@@ -6,16 +6,21 @@ import errno
 import fcntl
 import mmap
 import os
+import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sparcel._files import replacing
+from sparcel.errors import InputError
 
 _LOCK = ".lock"
 """A file that publishers lock; it holds nothing."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What the kernel says of file systems without hard links."""
 
 
 def read_whole(path: Path) -> memoryview:
@@ -55,6 +60,31 @@ class Folder:
             length = file.tell()
         _flush(self.path)
         return length
+
+    def create(self, name: str, parts: Iterable[bytes | memoryview]) -> bool:
+        """Write a file, whole or not at all, unless it is there; return whether it was written."""
+        self._make()
+        own = self.path / f"{name}.{secrets.token_hex(8)}.part"
+        try:
+            with own.open("xb") as file:
+                file.writelines(parts)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(own, self.path / name)
+        except FileExistsError:
+            # NFS says so, too, of a link that was made and whose confirmation got lost.
+            return own.stat().st_nlink > 1
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            raise InputError(
+                f"{self.path} is on a file system without hard links, by which the first of"
+                " several writers of a file wins; choose another one"
+            ) from error
+        finally:
+            own.unlink(missing_ok=True)
+        _flush(self.path)
+        return True
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -12,6 +13,9 @@ from sparcel.errors import InputError, MissingDependencyError, SparcelError, opt
 
 _SECONDS = 60.0
 """How long a web server may be silent."""
+
+_IN_MEMORY = threading.Lock()
+"""Orders the writers of ``memory://``, all of which are in this process."""
 
 
 class Remote:
@@ -28,11 +32,17 @@ class Remote:
             import fsspec
         self._url = url.rstrip("/")
         try:
-            self._files, self._root = fsspec.core.url_to_fs(self._url, **self._options())
+            self._files, self._root = fsspec.core.url_to_fs(
+                self._url, skip_instance_cache=True, **self._options()
+            )
         except ImportError as error:
             raise MissingDependencyError(f"a store at {url} needs a package: {error}") from error
         except ValueError as error:
             raise InputError(f"{url} is no store: {error}") from error
+        self._in_memory = self._files.protocol == "memory"
+        # A transaction ends whatever any thread writes to the file system.
+        self._writing = _IN_MEMORY if self._in_memory else threading.Lock()
+        self._can_create = type(self._files).pipe_file is not fsspec.AbstractFileSystem.pipe_file
 
     def read(self, name: str) -> memoryview:
         """Return a file's bytes, by way of a file in the folder for temporary ones."""
@@ -46,12 +56,39 @@ class Remote:
         length = 0
         with (
             self._telling(f"{name} cannot be written to"),
+            self._writing,
             self._files.transaction,
             self._files.open(self._at(name), "wb") as file,
         ):
             for part in parts:
                 length += file.write(part)
         return length
+
+    def create(self, name: str, parts: Iterable[bytes | memoryview]) -> bool:
+        """Write a file, whole or not at all, unless it is there; return whether it was written.
+
+        Raises
+        ------
+        InputError
+            When the file system cannot tell which of several writers is the first.
+        """
+        if not self._can_create:  # fsspec would look whether the file is there, and then write it
+            raise InputError(
+                f"{self._url} cannot tell which of several writers of a file is the first; use"
+                " an object store that can, or a folder by its path"
+            )
+        try:
+            with (
+                self._telling(f"{name} cannot be created in"),
+                self._writing if self._in_memory else nullcontext(),
+            ):
+                self._files.pipe_file(self._at(name), b"".join(parts), mode="create")
+        except OSError as error:
+            # Not every store says that the file is there, or tells it from another writer's haste.
+            if isinstance(error, FileExistsError) or name in self.names():
+                return False
+            raise
+        return True
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""

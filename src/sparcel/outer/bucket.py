@@ -1,0 +1,521 @@
+"""A communicator of ranks that reach the same files, and not one another.
+
+A message is a file, and so is a key of the store by which ranks meet. The place needs no more than
+`sparcel.delta.stores.ExclusiveStore` says: a folder that all ranks mount, or an object store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from urllib.parse import quote
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+from torch.distributed import DistStoreError
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from sparcel.comm import (
+    Arrived,
+    Bounds,
+    Engine,
+    Failure,
+    Leaving,
+    LostPeerError,
+    PeerErrors,
+    Rendezvous,
+    digest,
+)
+from sparcel.delta.stores import ExclusiveStore, Folder, store_at
+from sparcel.delta.stores import Store as Place
+from sparcel.errors import InputError, MismatchError
+from sparcel.ops import Op
+
+_OWN_NAME = "own name"
+"""A key whose value is the key itself, with the prefixes that it got on its way to the bucket."""
+
+_ROOT = "meet-"
+"""What all names of files begin with."""
+
+_NAME_CHARACTERS, _KEPT_CHARACTERS = 180, 140
+"""How long a key's name may be, and how much remains of a longer one; names end at 255."""
+
+_FOLDER_SECONDS, _REMOTE_SECONDS, _MOST_SECONDS = 0.02, 0.1, 1.0
+"""How long to wait between two looks: at first, and at most."""
+
+_WAITED_SHARE = 0.1
+"""How long to wait until the next look, as a share of what was waited before."""
+
+_ANSWER_SECONDS = 10.0
+"""How long a few requests to a far store may take."""
+
+_MAGIC, _VERSION = b"spmS", 1
+
+_HEAD = struct.Struct("<4sHHIQ")
+"""What a message begins with: magic, version, ranks, call, bytes.
+
+Then come, 32 bits each, how many messages the sender has sent to each rank, this one included; how
+many it has read of each rank; and a checksum of all that and of the payload.
+"""
+
+_SUM_BYTES, _ALIGNED_BYTES = 16, 64
+
+
+def _looks(least: float, seconds: float, wake: threading.Event) -> Iterator[None]:
+    """Yield at once, and then ever less often until ``seconds`` are over."""
+    begin = time.monotonic()
+    while True:
+        yield
+        waited = time.monotonic() - begin
+        if waited >= seconds:
+            return
+        wake.wait(min(max(least, _WAITED_SHARE * waited), _MOST_SECONDS, seconds - waited))
+
+
+def _escaped(key: str) -> str:
+    return _ROOT + quote(key, safe="").replace("%", "=")
+
+
+def _named(key: str) -> str:
+    """Return the name of a key's file; names of what belongs to it go on with ``!``."""
+    name = _escaped(key)
+    if len(name) <= _NAME_CHARACTERS:
+        return name
+    return f"{name[:_KEPT_CHARACTERS]}=={digest(key, 128):032x}"
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else value
+
+
+def _causes(prefix: str) -> set[str]:
+    """Return the files of which one is there if the communicator with this prefix has failed.
+
+    It may be split from another one, whose failure is its own.
+    """
+    above = [prefix[: slash.end()] for slash in re.finditer("/", prefix)]
+    return {_named(one + Failure.KEY) for one in ["", *above]}
+
+
+class BucketStore(Store):
+    """A store of torch.distributed over files; `PrefixStore` works over it.
+
+    Torch keeps no Python object alive that is under a `PrefixStore`: whoever makes one keeps this.
+    A key of `add` can be read by ``add(key, 0)`` alone. No more than two requests answer a look.
+
+    Parameters
+    ----------
+    place
+        A folder's path, a URL that fsspec knows, or a store of `sparcel.delta`; nobody else
+        publishes there.
+
+    Attributes
+    ----------
+    place
+        The store that holds the files.
+    pause
+        Seconds between two looks at first.
+
+    Raises
+    ------
+    InputError
+        When the place cannot tell which of several writers of a file is the first.
+    """
+
+    timeout: timedelta  # torch's stub lacks it
+
+    def __init__(self, place: Place | str | os.PathLike[str]) -> None:
+        super().__init__()
+        found = store_at(place)
+        probe = _ROOT + uuid4().hex
+        if not isinstance(found, ExclusiveStore):
+            raise InputError(f"{type(found).__name__} cannot be a bucket: it has no create()")
+        try:
+            if not found.create(probe, [b""]) or found.create(probe, [b""]):
+                raise InputError(
+                    f"{found} cannot be a bucket: it lets several writers create the same file"
+                )
+        finally:
+            found.remove(probe)
+        self.place: ExclusiveStore = found
+        self.pause = _FOLDER_SECONDS if isinstance(found, Folder) else _REMOTE_SECONDS
+        self._never = threading.Event()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a key's value."""
+        with self._telling():
+            self.place.write(_named(key), [_bytes(value)])
+
+    def get(self, key: str) -> bytes:
+        """Return a key's value, for which this waits until the store's timeout."""
+        if key.endswith(_OWN_NAME):
+            return key.encode()
+        for _ in _looks(self.pause, self.timeout.total_seconds(), self._never):
+            with self._telling(), suppress(FileNotFoundError):
+                return bytes(self.place.read(_named(key)))
+        raise self._late([key], self.timeout)
+
+    def check(self, keys: list[str]) -> bool:
+        """Tell whether all keys are there."""
+        with self._telling():
+            return {_named(key) for key in keys} <= set(self.place.names())
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys are there, for the store's timeout unless another one is given."""
+        most = timeout or self.timeout
+        for _ in _looks(self.pause, most.total_seconds(), self._never):
+            if self.check(keys):
+                return
+        raise self._late(keys, most)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set a key that has the expected value, and return the value that it has then.
+
+        If nothing is expected, the first of several writers wins. With another expectation nothing
+        keeps writers apart.
+        """
+        name, before, after = _named(key), _bytes(expected), _bytes(desired)
+        with self._telling():
+            if not before and self.place.create(name, [after]):
+                return after
+            try:
+                current = bytes(self.place.read(name))
+            except FileNotFoundError:
+                return before
+            if current != before or not before:
+                return current
+            self.place.write(name, [after])
+            return after
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a key's number and return the sum; each call that adds is a file of its own."""
+        stem = _named(key) + "!"
+        with self._telling():
+            while True:
+                counted = [name.removeprefix(stem) for name in self._starting(stem)]
+                last = max([int(number) for number in counted if number.isdecimal()], default=0)
+                total = int(bytes(self.place.read(f"{stem}{last}")).split()[0]) if last else 0
+                total += amount
+                line = f"{total} {uuid4().hex}".encode()  # tells its own from another's
+                if not amount or self.create(f"{stem}{last + 1}", [line]):
+                    return total
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key; return whether it was there."""
+        name = _named(key)
+        with self._telling():
+            gone = [one for one in self._starting(name) if one == name or one[len(name)] == "!"]
+            for one in gone:
+                self.place.remove(one)
+        return bool(gone)
+
+    def num_keys(self) -> int:
+        """Return how many keys there are."""
+        with self._telling():
+            return len({name.partition("!")[0] for name in self._starting(_ROOT)})
+
+    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815  # what PrefixStore asks for
+
+    def clear(self, prefix: str) -> None:
+        """Remove all files under a prefix, such as ``"run/7/"``, that nobody uses any more."""
+        with self._telling():
+            for name in self._starting(_escaped(prefix)):
+                self.place.remove(name)
+
+    def create(self, name: str, parts: Sequence[bytes | memoryview]) -> bool:
+        """Write a file that is not there; True, too, if it is there with the same content.
+
+        So it is when a request was repeated because its answer got lost.
+        """
+        return self.place.create(name, parts) or bytes(self.place.read(name)) == b"".join(parts)
+
+    def _starting(self, stem: str) -> list[str]:
+        return [name for name in self.place.names() if name.startswith(stem)]
+
+    def _late(self, keys: Iterable[str], most: timedelta) -> DistStoreError:
+        return DistStoreError(f"{', '.join(keys)} did not come to {self.place} within {most}")
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Turn errors into those of torch's stores."""
+        try:
+            yield
+        except OSError as error:
+            raise DistStoreError(f"{self.place} failed: {error!r}") from error
+
+
+class BucketEngine:
+    """Messages as files, for one communicator.
+
+    Messages that go to several ranks alike are one file. Who reads a file that is for nobody else
+    removes it. Any other is removed by its writer, when messages have come of all its readers that
+    say so, or at the end.
+
+    Parameters
+    ----------
+    bucket
+        Where the files are.
+    prefix
+        What the keys of nothing else in the bucket begin with.
+    names
+        The numbers by which errors name the ranks, by rank.
+    rank
+        This process's rank, an index into ``names``.
+    timeout
+        Seconds that an exchange may wait after it has written.
+    """
+
+    device = torch.device("cpu")
+    carrier = "a bucket"
+
+    def __init__(
+        self, bucket: BucketStore, prefix: str, names: list[int], rank: int, timeout: float
+    ) -> None:
+        self.rank, self.size, self.timeout = rank, len(names), timeout
+        self.waiting = False
+        self._errors, self._names = PeerErrors(names, rank), names
+        self._bucket, self._place = bucket, bucket.place
+        self._stem = f"{_named(prefix + 'sent')}!"
+        self._causes = _causes(prefix)
+        self._aborted = threading.Event()
+        self._sent, self._read = [0] * self.size, [0] * self.size
+        self._files, self._files_read = 0, [0] * self.size
+        self._kept: dict[str, dict[int, int]] = {}
+        self._torn: dict[int, str] = {}
+
+    def exchange(self, sends: Leaving, receives: Bounds, call: int, control: int) -> Arrived:
+        """See `Engine.exchange`; messages arrive whole.
+
+        Raises
+        ------
+        LostPeerError
+            When a message does not come whole within the timeout, or the place fails.
+        MismatchError
+            When a message belongs to another call, is longer than its bound, or was written by
+            another version of sparcel.
+        """
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for peer, parts in sends.items():
+            alike.setdefault(tuple(map(id, parts)), []).append(peer)
+        self.waiting = True
+        try:
+            for peers in alike.values():
+                self._write(peers, sends[peers[0]], call)
+            return self._collect(receives, call)
+        except OSError as error:
+            raise self._lost(f"cannot use {self._place}: {error!r}", late=True) from error
+        finally:
+            self.waiting = False
+            if self._aborted.is_set():
+                self._remove_own()
+
+    def all_reduce(self, tensor: Tensor, op: Op) -> None:
+        """See `Communicator.all_reduce`; every rank adds up all tensors, in the order of ranks."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        own = tensor.view(-1)
+        raw = own.view(torch.uint8)
+        call = zlib.crc32(f"all_reduce {op} {tensor.dtype} {tensor.numel()}".encode())
+        came = self.exchange(
+            {rank: [raw] for rank in others}, dict.fromkeys(others, raw.numel()), call, 0
+        )
+        total: Tensor | None = None
+        for rank in range(self.size):
+            one = own if rank == self.rank else came[rank][0].view(tensor.dtype)
+            total = one if total is None else op.apply(total, one)
+        if total is not None and total is not own:
+            own.copy_(total)
+
+    def probe(self) -> None:
+        """Do nothing: the waiting thread looks for failures itself."""
+
+    def abort(self) -> None:
+        """See `Engine.abort`; removes what this rank has written."""
+        self._aborted.set()
+        self._remove_own()
+
+    def _write(self, peers: list[int], parts: Sequence[Tensor], call: int) -> None:
+        for peer in peers:
+            self._sent[peer] += 1
+        payload = [part.numpy().data for part in parts]
+        nbytes = sum(map(len, payload))
+        head = _HEAD.pack(_MAGIC, _VERSION, self.size, call, nbytes)
+        head += struct.pack(f"<{2 * self.size}I", *self._sent, *self._read)
+        head += _checksum(head, payload)
+        self._files += 1
+        readers = sum(1 << peer for peer in peers)
+        name = f"{self._stem}{self.rank}.{self._files}.{readers:x}"
+        if not self._bucket.create(name, [head.ljust(_body_at(self.size), b"\0"), *payload]):
+            raise MismatchError(
+                f"rank {self._names[self.rank]} found a message of its own in {self._place} that it"
+                " has not written; another process has its rank, or an earlier run its place"
+            )
+        if len(peers) > 1:
+            self._kept[name] = {peer: self._sent[peer] for peer in peers}
+
+    def _collect(self, receives: Bounds, call: int) -> Arrived:
+        arrived: Arrived = {}
+        self._torn.clear()
+        failure: OSError | None = None
+        for _ in _looks(self._bucket.pause, self.timeout, self._aborted):
+            if self._aborted.is_set():
+                raise self._errors.lost()
+            try:
+                self._look(receives, call, arrived)
+                failure = None
+            except OSError as error:  # it may pass
+                failure = error
+            if len(arrived) == len(receives):
+                return {peer: arrived[peer] for peer in receives}
+        if failure is not None:
+            raise failure
+        missing = next(peer for peer in receives if peer not in arrived)
+        if missing in self._torn:
+            raise self._lost(f"waited {self.timeout:g} s for {self._torn[missing]}", late=True)
+        raise self._errors.late(self.timeout, missing)
+
+    def _look(self, receives: Bounds, call: int, arrived: Arrived) -> None:
+        """Take in the messages that are there."""
+        if len(arrived) == len(receives):
+            return
+        names = self._place.names()
+        there: dict[int, list[tuple[int, str, bool]]] = {}
+        pattern = re.compile(re.escape(self._stem) + r"(\d+)\.(\d+)\.([0-9a-f]+)")
+        for match in filter(None, map(pattern.fullmatch, names)):
+            peer, number, readers = int(match[1]), int(match[2]), int(match[3], 16)
+            wanted = peer in receives and peer not in arrived
+            if wanted and readers >> self.rank & 1 and number > self._files_read[peer]:
+                there.setdefault(peer, []).append((number, match[0], readers == 1 << self.rank))
+        for peer, files in there.items():
+            number, name, alone = min(files)
+            body = self._parse(peer, self._place.read(name), call, receives[peer])
+            if body is None:
+                continue
+            arrived[peer] = [body]
+            self._files_read[peer] = number
+            self._read[peer] += 1
+            if alone:
+                self._place.remove(name)
+        if len(arrived) < len(receives) and not self._causes.isdisjoint(names):
+            raise self._errors.lost()  # another rank has published why
+
+    def _parse(self, peer: int, data: memoryview, call: int, at_most: int) -> Tensor | None:
+        """Return the payload of the next message of a rank, or None if it is not that, or torn."""
+        who = f"a message of rank {self._names[peer]}"
+        self._torn[peer] = f"{who}, which is torn in {self._place}"
+        if len(data) < _HEAD.size or data[:4] != _MAGIC:
+            return None
+        _, version, size, theirs, nbytes = _HEAD.unpack_from(data)
+        if version != _VERSION:
+            raise MismatchError(
+                f"rank {self._names[peer]} writes messages of version {version}, rank"
+                f" {self._names[self.rank]} reads version {_VERSION}; install the same sparcel"
+            )
+        counted, begin = _HEAD.size + 8 * size, _body_at(size)
+        body, checksum = data[begin:], data[counted : counted + _SUM_BYTES]
+        if len(body) != nbytes or _checksum(data[:counted], [body]) != checksum:
+            return None
+        counts = struct.unpack_from(f"<{2 * size}I", data, _HEAD.size)
+        if theirs != call or size != self.size:
+            raise self._errors.other_call(peer)
+        if counts[self.rank] != self._read[peer] + 1:  # a listing may lack one that was before it
+            self._torn[peer] = f"{who} before one that is in {self._place}"
+            return None
+        if nbytes > at_most:
+            raise self._errors.other_length(peer, nbytes, f"at most {at_most}")
+        self._forget(peer, counts[size + self.rank])
+        return (
+            torch.frombuffer(body, dtype=torch.uint8)
+            if nbytes
+            else torch.empty(0, dtype=torch.uint8)
+        )
+
+    def _forget(self, peer: int, read: int) -> None:
+        """Remove the files that all their readers have read; ``peer`` has read so many messages."""
+        for name, unread in list(self._kept.items()):
+            if unread.get(peer, read + 1) <= read:
+                del unread[peer]
+            if not unread:
+                self._place.remove(name)
+                del self._kept[name]
+
+    def _remove_own(self) -> None:
+        with suppress(OSError):
+            for name in self._place.names():
+                if name.startswith(f"{self._stem}{self.rank}."):
+                    self._place.remove(name)
+
+    def _lost(self, what: str, late: bool) -> LostPeerError:
+        return LostPeerError(f"rank {self._names[self.rank]} {what}", late)
+
+
+def _body_at(size: int) -> int:
+    """Return where the payload begins, so that values in it are aligned."""
+    return -(-(_HEAD.size + 8 * size + _SUM_BYTES) // _ALIGNED_BYTES) * _ALIGNED_BYTES
+
+
+def _checksum(head: bytes | memoryview, payload: Iterable[memoryview]) -> bytes:
+    total = hashlib.blake2b(head, digest_size=_SUM_BYTES)
+    for part in payload:
+        total.update(part)
+    return total.digest()
+
+
+class BucketFailure(Failure):
+    """The failure state of ranks that share a bucket; the last rank to finish clears the prefix."""
+
+    def __init__(
+        self, bucket: BucketStore, prefix: str, store: Store, size: int, timeout: float
+    ) -> None:
+        super().__init__(store, size, _ANSWER_SECONDS, bucket.pause)
+        self._bucket, self._prefix, self._timeout = bucket, prefix, timeout
+        self._failed = False
+
+    def finish(self, patience: float) -> bool:
+        """See `Failure.finish`; others may take as long for the last messages as for any."""
+        finished = super().finish(self._timeout if patience else 0.0)
+        if finished:
+            with suppress(DistStoreError):
+                if self._store.add("left", 1) == self._size:
+                    self._bucket.clear(self._prefix)
+        return finished
+
+    def _finish(self, patience: float) -> bool:
+        return super()._finish(patience) and not self._failed
+
+    def _all_done(self) -> bool:
+        self._failed = not _causes(self._prefix).isdisjoint(self._bucket.place.names())
+        return self._failed or super()._all_done()
+
+
+@dataclass(frozen=True)
+class BucketRendezvous(Rendezvous):
+    """Where ranks meet that reach one bucket; ``store`` is a `BucketStore`, or over one."""
+
+    def engine(self) -> Engine:
+        """See `Rendezvous.engine`; nobody waits for the others before the first exchange."""
+        bucket, prefix = self._place()
+        return BucketEngine(bucket, prefix, self.members, self.rank, self.timeout)
+
+    def failure(self) -> Failure:
+        """See `Rendezvous.failure`."""
+        bucket, prefix = self._place()
+        return BucketFailure(bucket, prefix, self.store, len(self.members), self.timeout)
+
+    def _place(self) -> tuple[BucketStore, str]:
+        """Return the bucket, and the prefix that keys of ``store`` have in it."""
+        below = self.store
+        while isinstance(below, PrefixStore):
+            below = below.underlying_store
+        if not isinstance(below, BucketStore):
+            raise InputError(f"store must be a BucketStore that is still held, got {below!r}")
+        return below, self.store.get(_OWN_NAME).decode().removesuffix(_OWN_NAME)
