@@ -99,15 +99,16 @@ class Mesh {
         }
     }
 
-    // Returns the first peer whose connection has ended, or size(). Any thread may call it.
-    size_t broken() {
+    // Returns the peers whose connections have ended. Any thread may call it.
+    std::vector<size_t> broken() {
         std::vector<pollfd> states;  // poll passes over negative descriptors
         for (const Peer& peer : peers_) states.push_back({peer.socket, POLLRDHUP, 0});
-        if (::poll(states.data(), states.size(), 0) <= 0) return peers_.size();
-        const auto ended = [](const pollfd& state) {
-            return state.revents & (POLLRDHUP | POLLHUP | POLLERR);
-        };
-        return std::ranges::find_if(states, ended) - states.begin();
+        std::vector<size_t> ended;
+        if (::poll(states.data(), states.size(), 0) <= 0) return ended;
+        for (size_t peer = 0; peer < states.size(); ++peer) {
+            if (states[peer].revents & (POLLRDHUP | POLLHUP | POLLERR)) ended.push_back(peer);
+        }
+        return ended;
     }
 
     // Sends and receives, as a part of `call`. The messages are put into `received`, which has one

@@ -17,12 +17,14 @@ try:
     from sparcel.cli.density import density
     from sparcel.cli.lab import lab
     from sparcel.cli.linear import linear
+    from sparcel.cli.meet import meet
     from sparcel.cli.plan import plan
 except ModuleNotFoundError as missing:
     sys.exit(f"the sparcel command needs {missing.name}: pip install 'sparcel[cli]'")
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 app.command()(density)
+app.command()(meet)
 app.command()(plan)
 app.add_typer(bench, name="bench")
 app.add_typer(delta, name="delta")

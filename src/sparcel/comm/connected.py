@@ -121,6 +121,10 @@ class ConnectedCommunicator(Communicator):
         self.engine.all_reduce(tensor, op)
         self.traffic.count_ring(tensor, self.size)
 
+    def lost(self) -> list[int]:
+        """Return the ranks whose connections have ended, as far as it is known."""
+        return self.engine.lost()
+
     def run(self, job: Callable[[], T]) -> T:
         """See `Communicator.run`."""
         if self._in_job():

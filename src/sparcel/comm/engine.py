@@ -61,6 +61,9 @@ class Engine(Protocol):
     def probe(self) -> None:
         """Raise `LostPeerError` when a connection is broken; any thread may call."""
 
+    def lost(self) -> list[int]:
+        """Return the peers whose connections have ended, as far as it is known; as `probe`."""
+
     def abort(self) -> None:
         """Close the connections, so that peers stop waiting; any thread may call."""
 

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from sparcel._checks import check_type, checked_number, checked_whole
@@ -16,12 +17,13 @@ from sparcel.delta.stores import Store
 from sparcel.errors import InputError, MismatchError, checked_name
 from sparcel.fsdp import FSDPDriver, is_sharded
 from sparcel.outer.driver import Outer, Poison
+from sparcel.outer.island import Copies, Follower, Island, Shards
 from sparcel.outer.islands import Elastic, Fixed
 from sparcel.outer.method import Method, chosen_method
 from sparcel.outer.places import meeting_at
 from sparcel.outer.shared import Shared
 from sparcel.schemes import Scheme
-from sparcel.training import Averager, Shard, stays_dense
+from sparcel.training import Averager, Shard
 
 Place: TypeAlias = "Group | DeviceMesh | Store | str | os.PathLike[str]"
 """Where islands meet: see `attach`."""
@@ -38,7 +40,7 @@ def attach(
     poison: Poison = "leave out",
     least: int = 2,
     patience: float = 60.0,
-) -> Outer:
+) -> Outer | Follower:
     """Let islands exchange what their parameters have moved, every so many inner steps.
 
     The training loop stays as it is: each island trains alone, and the outer step is taken at the
@@ -48,7 +50,8 @@ def attach(
     ----------
     model
         A model, the same on all islands when the run begins. Or one to which ``fully_shard`` was
-        applied: each rank then exchanges its shards with the ranks that hold the same ones.
+        applied: each rank then exchanges its shards with the ranks that hold the same ones. Or one
+        wrapped in DDP over the ranks of the island: the first of them exchanges for all.
     optimizer
         The inner optimiser; several in the order of their steps, such as Muon and AdamW.
     method
@@ -104,7 +107,23 @@ def attach(
         parameters = {name: one.detach() for name, one in named if one.requires_grad}
     if not parameters:
         raise InputError("the model has no parameters to train")
+    island: Island | None = None
     averaged = _floats(model.named_buffers()) if buffers == "average" else {}
+    if isinstance(model, DistributedDataParallel) and model.process_group.size() > 1:
+        if islands is None:
+            raise InputError(
+                "the ranks of this DistributedDataParallel are one island; say where islands meet:"
+                " islands=..."
+            )
+        copies = Copies(model.process_group, [*parameters.values(), *averaged.values()])
+        if model.process_group.rank() > 0:
+            follower = Follower(copies)
+            follower.start(optimizers)
+            return follower
+        island = copies
+    if shard is not None:
+        whole = next(iter(shard.tensors.values()))
+        island = Shards(whole.device_mesh.get_group(), whole.device)
     shared = Shared(parameters, averaged, chosen)
     turns = len(shared.fragments)
     if chosen.overlap >= max(1, every // turns):
@@ -124,7 +143,7 @@ def attach(
         tensors,
         chosen.scheme,
         group=group.get_group() if isinstance(group, DeviceMesh) else group,
-        policy=lambda name, tensor: name in averaged or stays_dense(name, tensor),
+        policy=lambda name, _: name in averaged,
         frontload=False,
         shard=shard,
     )
@@ -134,7 +153,7 @@ def attach(
             f"ranks {others} have other settings than rank {averager.comm.rank}, which has"
             f" {settings}; give all islands the same"
         )
-    outer = Outer(shared, averager, elastic or Fixed(averager.comm), chosen, every, poison)
+    outer = Outer(shared, averager, elastic or Fixed(averager.comm), chosen, every, poison, island)
     if elastic is not None and elastic.begun:
         outer.join()
     outer.start(optimizers)

@@ -338,6 +338,10 @@ class BucketEngine:
     def probe(self) -> None:
         """Do nothing: the waiting thread looks for failures itself."""
 
+    def lost(self) -> list[int]:
+        """See `Engine.lost`."""
+        return []
+
     def abort(self) -> None:
         """See `Engine.abort`; removes what this rank has written."""
         self._aborted.set()

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from sparcel._checks import check_type
 from sparcel.comm import SimulatedCommunicator
 from sparcel.errors import CommunicationError, InputError, MismatchError
+from sparcel.outer.island import Island
 from sparcel.outer.islands import Fixed, Islands
 from sparcel.outer.method import Method
 from sparcel.outer.shared import Shared, Vector
@@ -55,9 +56,11 @@ class Outer:
         method: Method,
         every: int,
         poison: Poison,
+        island: Island | None,
     ) -> None:
         self._shared, self._averager, self._islands = shared, averager, islands
         self._method, self._every, self._poison = method, every, poison
+        self._island = island
         self.steps, self.optimizer = 0, shared.optimizer
         self._clock = 0
         """How many inner steps have been done, by which outer steps are due."""
@@ -90,16 +93,22 @@ class Outer:
     def advance(self) -> None:
         """Count an inner step, and do what is due after it; optimisers call it."""
         self._clock += 1
-        if self._under_way is not None and self._clock >= self._ends:
-            self.wait()
-        if self._under_way is None and (self._is_due() or self._is_awaited()):
-            self._begin()
+        before = self.steps
+        try:
+            if self._under_way is not None and self._clock >= self._ends:
+                self._go_on()
+            if self._under_way is None and (self._is_due() or self._is_awaited()):
+                self._begin()
+        except BaseException:
+            if self._island is not None:
+                self._island.fail()
+            raise
+        if self._island is not None:
+            self._island.lead(self.steps - before)
 
-    @torch.no_grad()
-    def wait(self) -> None:
-        """Wait for the exchange that is under way, if one is, and go on with its outcome now."""
-        if self._under_way is None:
-            return
+    def _go_on(self) -> None:
+        """Wait for the exchange that is under way, and go on with its outcome."""
+        assert self._under_way is not None
         under_way, self._under_way = self._under_way, None
         outcome = under_way.result()
         while outcome == "again":
@@ -122,6 +131,7 @@ class Outer:
         for vector in self._shared.vectors:
             vector.put()
 
+    @torch.no_grad()
     def state_dict(self) -> dict[str, Tensor]:
         """Return what this island needs to go on: what islands share, and its own memory.
 
@@ -137,7 +147,7 @@ class Outer:
         """
         outcome = None if self._under_way is None else self._under_way.result()
         if outcome in ("again", "late"):
-            self.wait()
+            self._go_on()
             outcome = None
         numbers = {
             "clock": self._clock,
@@ -218,12 +228,14 @@ class Outer:
             self._under_way = _ended(self._attempt())
         self._ends = self._clock + overlap
         if not overlap:
-            self.wait()
+            self._go_on()
 
     def _move(self) -> None:
         """Find out what this island has moved of the fragment."""
         finite = [vector.move() for vector in self._fragment]
         self._finite = all(finite)
+        if self._island is not None:
+            self._finite = self._island.all(self._finite)
 
     @torch.no_grad()
     def _attempt(self) -> Outcome:

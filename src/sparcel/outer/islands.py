@@ -28,9 +28,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from sparcel.comm import Communicator
+from sparcel.comm.connected import ConnectedCommunicator
 from sparcel.errors import CommunicationError, MismatchError
 
-Connect = Callable[[str, list[int], int, float], Communicator]
+Connect = Callable[[str, list[int], int, float], ConnectedCommunicator]
 """Connects the islands of these numbers, given a name of their own, the place of this one, and the
 seconds that an exchange may take."""
 
@@ -43,7 +44,9 @@ _GRACE_SECONDS = 3.0
 class Islands(Protocol):
     """The islands that take part in outer steps."""
 
-    comm: Communicator
+    @property
+    def comm(self) -> Communicator:
+        """The islands of the step."""
 
     def meet(self, step: int) -> bool:
         """Wait for the others; return whether this island takes part in the step with ``comm``."""
@@ -149,7 +152,7 @@ class Elastic:
         self._attempts: list[tuple[Attempt, int]] = []
         """The latest attempts, whose keys are still in the store, and how many came to each."""
         self._served = int(store.add("guests", 0))
-        self.comm = connect(f"alone{self.me}", [self.me], 0, patience)
+        self.comm: ConnectedCommunicator = connect(f"alone{self.me}", [self.me], 0, patience)
         self._alone = True
 
     def _check(self, key: str, own: str, what: str) -> None:

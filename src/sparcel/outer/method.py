@@ -61,9 +61,9 @@ class Method:
             object.__setattr__(self, "nesterov", False)  # SGD has none without momentum
 
 
-def default(density: float = 0.1) -> Method:
-    """Send a share of the pseudo-gradient in 4 bits, and return three times as much of the sums."""
-    return Method(Bidirectional(density, format="packed:4"))
+def default() -> Method:
+    """Everything in 4 bits, up and down, with error feedback, and DiLoCo's outer optimiser."""
+    return Method(Bidirectional(1.0, format="packed:4"))
 
 
 def diloco(lr: float = 0.7, momentum: float = 0.9) -> Method:

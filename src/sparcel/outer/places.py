@@ -10,7 +10,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub leaves it out
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from sparcel.comm import Communicator, TorchCommunicator
+from sparcel.comm import TorchCommunicator
 from sparcel.comm.connected import ConnectedCommunicator
 from sparcel.comm.torch.rendezvous import TorchRendezvous
 from sparcel.delta.stores import Store as Bucket
@@ -22,6 +22,20 @@ PORT = 29400
 """Where ``sparcel meet`` listens unless it is told."""
 
 _ON_HOST = torch.device("cpu")
+
+
+def serve(port: int) -> TCPStore:
+    """Serve the place ``tcp://HOST:port`` as long as the result is held; port 0 is any.
+
+    Raises
+    ------
+    CommunicationError
+        When the port is taken.
+    """
+    try:
+        return TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
+    except RuntimeError as error:
+        raise CommunicationError(f"port {port} cannot be served: {error}") from error
 
 
 def meeting_at(place: object, patience: float) -> tuple[Store, Connect] | None:
@@ -62,7 +76,7 @@ def _over_links(place: str, patience: float) -> tuple[Store, Connect]:
             ) from error
         return PrefixStore(f"sparcel{found.path}", store)
 
-    def connect(name: str, members: list[int], rank: int, seconds: float) -> Communicator:
+    def connect(name: str, members: list[int], rank: int, seconds: float) -> ConnectedCommunicator:
         # A client of its own, because one that waits for a key answers nobody else.
         store = PrefixStore(name, client())
         return TorchCommunicator(TorchRendezvous(store, members, rank, seconds, "gloo", _ON_HOST))
@@ -71,7 +85,7 @@ def _over_links(place: str, patience: float) -> tuple[Store, Connect]:
 
 
 def _by_files(place: Bucket | str | os.PathLike[str]) -> tuple[Store, Connect]:
-    def connect(name: str, members: list[int], rank: int, seconds: float) -> Communicator:
+    def connect(name: str, members: list[int], rank: int, seconds: float) -> ConnectedCommunicator:
         store = PrefixStore(name, BucketStore(place))
         return ConnectedCommunicator(BucketRendezvous(store, members, rank, seconds))
 

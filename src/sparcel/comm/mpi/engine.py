@@ -175,6 +175,10 @@ class MpiEngine:
     def probe(self) -> None:
         """Do nothing: the waiting thread checks for dead peers itself."""
 
+    def lost(self) -> list[int]:
+        """See `Engine.lost`."""
+        return []
+
     def abort(self) -> None:
         """See `Engine.abort`."""
         self._aborted = True

@@ -135,9 +135,13 @@ class GlooEngine:
 
     def probe(self) -> None:
         """See `Engine.probe`."""
-        peer = self._mesh.broken()
-        if peer < self.size:
+        for peer in self.lost():
             raise self._errors.lost(peer)
+
+    def lost(self) -> list[int]:
+        """See `Engine.lost`."""
+        peers: list[int] = self._mesh.broken()
+        return peers
 
     def abort(self) -> None:
         """See `Engine.abort`."""

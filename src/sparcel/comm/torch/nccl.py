@@ -90,6 +90,10 @@ class NcclEngine:
     def probe(self) -> None:
         """Do nothing: NCCL's watchdog detects broken connections."""
 
+    def lost(self) -> list[int]:
+        """See `Engine.lost`."""
+        return []
+
     def abort(self) -> None:
         """See `Engine.abort`."""
         self._aborted = True
