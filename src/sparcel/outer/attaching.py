@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,7 +15,7 @@ from sparcel._checks import check_type, checked_number, checked_whole
 from sparcel.comm import Group, digest, ranks_with_other
 from sparcel.delta.stores import Store
 from sparcel.errors import InputError, MismatchError, checked_name
-from sparcel.fsdp import FSDPDriver, is_sharded
+from sparcel.fsdp import FSDPDriver, Replicas, is_sharded
 from sparcel.outer.driver import Outer, Poison
 from sparcel.outer.island import Copies, Follower, Island, Shards
 from sparcel.outer.islands import Elastic, Fixed
@@ -100,7 +100,12 @@ def attach(
     shard: Shard | None = None
     group: object = islands
     if is_sharded(model):
-        sharded = FSDPDriver(model, islands, None)
+        if isinstance(islands, str | os.PathLike | Store):
+            raise InputError(
+                f"islands={islands!r} is a place where islands come and go, which a sharded model"
+                ' cannot yet; give a group: islands=mesh["replicate"]'
+            )
+        sharded = FSDPDriver(model, cast("Replicas", islands), None)
         parameters, shard, group = dict(sharded.tensors), sharded.shard, sharded.group
     else:
         named = model.named_parameters()
@@ -142,7 +147,7 @@ def attach(
     averager = Averager(
         tensors,
         chosen.scheme,
-        group=group.get_group() if isinstance(group, DeviceMesh) else group,
+        group=group.get_group() if isinstance(group, DeviceMesh) else cast("Group", group),
         policy=lambda name, _: name in averaged,
         frontload=False,
         shard=shard,

@@ -16,7 +16,7 @@ from sparcel._checks import check_type
 from sparcel.comm import SimulatedCommunicator
 from sparcel.errors import CommunicationError, InputError, MismatchError
 from sparcel.outer.island import Island
-from sparcel.outer.islands import Fixed, Islands
+from sparcel.outer.islands import Elastic, Fixed, Islands
 from sparcel.outer.method import Method
 from sparcel.outer.shared import Shared, Vector
 from sparcel.training import Averager, Stats
@@ -303,6 +303,7 @@ class Outer:
                 vector.put()
 
     def _take_over(self) -> None:
+        assert isinstance(self._islands, Elastic), "a fixed group waits for all"
         self.steps = self._islands.join(self._shared.tensors)
         self._clock = self._due(self.steps)
         self._visiting = True

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,29 +41,6 @@ _GRACE_SECONDS = 3.0
 """How long islands are waited for that may have failed with the last attempt."""
 
 
-class Islands(Protocol):
-    """The islands that take part in outer steps."""
-
-    @property
-    def comm(self) -> Communicator:
-        """The islands of the step."""
-
-    def meet(self, step: int) -> bool:
-        """Wait for the others; return whether this island takes part in the step with ``comm``."""
-
-    def decide(self, arrived: bool) -> bool:
-        """Return whether the step takes effect, given whether all has arrived here."""
-
-    def committed(self, step: int, tensors: Sequence[Tensor]) -> None:
-        """Learn that so many steps have been done, after which islands share these tensors."""
-
-    def waiting(self, step: int) -> bool:
-        """Tell whether others have met already for the step, and wait."""
-
-    def close(self) -> None:
-        """Take part in no more steps."""
-
-
 class Fixed:
     """The ranks of a communicator, all of which take part in every step."""
 
@@ -71,22 +48,22 @@ class Fixed:
         self.comm = comm
 
     def meet(self, step: int) -> bool:
-        """See `Islands.meet`."""
+        """See `Elastic.meet`."""
         return True
 
     def decide(self, arrived: bool) -> bool:
-        """See `Islands.decide`."""
+        """See `Elastic.decide`."""
         return arrived
 
     def committed(self, step: int, tensors: Sequence[Tensor]) -> None:
-        """See `Islands.committed`."""
+        """See `Elastic.committed`."""
 
     def waiting(self, step: int) -> bool:
-        """See `Islands.waiting`."""
+        """See `Elastic.waiting`."""
         return False
 
     def close(self) -> None:
-        """See `Islands.close`."""
+        """See `Elastic.close`."""
 
 
 class Attempt(NamedTuple):
@@ -164,7 +141,10 @@ class Elastic:
             raise MismatchError(f"{text}; start all islands of a run alike, or name another run")
 
     def meet(self, step: int) -> bool:
-        """See `Islands.meet`; False if the others have done the step without this island."""
+        """Wait for the others; return whether this island takes part in the step with ``comm``.
+
+        False if the others have done the step without it.
+        """
         while self._latest() <= step:
             attempt = self._next_attempt(step)
             place = int(self._store.add(attempt.key("came"), 1))
@@ -227,7 +207,7 @@ class Elastic:
         return {self._members[rank] for rank in self.comm.lost()}
 
     def decide(self, arrived: bool) -> bool:
-        """See `Islands.decide`."""
+        """Return whether the step takes effect, given whether all has arrived here."""
         if arrived:
             try:
                 self.comm.run(lambda: self.comm.gather_numbers(0))
@@ -249,7 +229,10 @@ class Elastic:
         return outcome
 
     def committed(self, step: int, tensors: Sequence[Tensor]) -> None:
-        """See `Islands.committed`; islands that wait to join get the tensors meanwhile."""
+        """Learn that so many steps have been done, after which islands share these tensors.
+
+        Islands that wait to join get them, while this one goes on.
+        """
         before = self._read("latest")
         if int(before or 0) < step:
             self._store.compare_set("latest", before or "", str(step))
@@ -306,7 +289,7 @@ class Elastic:
         return int(host)
 
     def waiting(self, step: int) -> bool:
-        """See `Islands.waiting`."""
+        """Tell whether others have met already for the step, and wait."""
         return int(self._store.add(self._next_attempt(step).key("came"), 0)) > 0
 
     def _leave(self) -> None:
@@ -314,7 +297,7 @@ class Elastic:
             self.comm.close()
 
     def close(self) -> None:
-        """See `Islands.close`."""
+        """Take part in no more steps."""
         self._leave()
 
     def _latest(self) -> int:
@@ -325,3 +308,7 @@ class Elastic:
             return None
         value: bytes = self._store.get(key)
         return value.decode()
+
+
+Islands = Fixed | Elastic
+"""The islands that take part in outer steps."""
