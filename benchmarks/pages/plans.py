@@ -46,7 +46,9 @@ def _row(name: str, compute: str, nodes: int, each: int) -> Iterator[str]:
             model, compute_s=units.seconds(compute), density=DENSITY, rates=rates, steps=STEPS
         )
         (default,) = (row for row in made.rows if row.method == UNNAMED)
-        if made.advised is made.best_dense:
+        if made.instead is not None:
+            yield ", ".join(_times(made.best_dense, row) for row in (made.instead, default))
+        elif made.advised is made.best_dense:
             yield "dense"
         elif made.advised is default:
             yield _times(made.best_dense, default)
@@ -57,4 +59,6 @@ def _row(name: str, compute: str, nodes: int, each: int) -> Iterator[str]:
 
 def _times(dense: PlannedStep, row: PlannedStep) -> str:
     name = "default" if row.method == UNNAMED else row.method
-    return f"{name} {dense.step / row.step:.1f}×"
+    name = name if row.every == 1 else f"outer/{row.every}"
+    times = dense.step / row.step
+    return f"{name} {times:.{0 if times >= 20 else 1}f}×"

@@ -35,6 +35,17 @@ def test_a_plan_says_which_figures_were_stated(options, words):
     assert words in said(f"plan {options}")
 
 
+def test_the_interval_of_outer_steps_is_an_option():
+    often, seldom = (
+        said(f"plan --compute 1ms --every {every}").splitlines() for every in (10, 100)
+    )
+    assert "Outer steps every 10 steps, in shares of a step." in often
+    assert "Outer steps every 100 steps, in shares of a step." in seldom
+    rows = [[line for line in lines if line.startswith("outer")] for lines in (often, seldom)]
+    assert len(rows[0]) == 3
+    assert not set(rows[0]) & set(rows[1])
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

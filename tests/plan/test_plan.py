@@ -218,7 +218,7 @@ def test_arguments_are_checked():
 
 def test_the_table_has_a_row_for_each_method_and_a_legend():
     made = plan("gpt2", compute_s=0.2, rates=SLOW)
-    assert table(made).row_count == len(made.rows) == 7
+    assert table(made).row_count == len(made.rows) + len(made.outer) == 7 + 3
     assert "gpt2: 124,439,808 gradients, 200 ms" in assumptions(made)
     assert "8 nodes of 1 rank, 800 Mbit/s (0.8 Gbit/s and 100 µs, stated);" in assumptions(made)
 

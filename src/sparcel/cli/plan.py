@@ -1,4 +1,4 @@
-"""``sparcel plan``: tells the fastest method on a cluster, and whether to stay dense."""
+"""``sparcel plan``: tells whether to stay dense on a cluster, attach a method, or exchange rarely."""
 
 from __future__ import annotations
 
@@ -53,6 +53,9 @@ def plan(
         int | None,
         typer.Option(min=1, help="Length of the training, whose first steps send more."),
     ] = None,
+    every: Annotated[
+        int, typer.Option(min=1, help="Steps that machines train apart before an outer step.")
+    ] = 30,
     compute: Annotated[
         str | None, typer.Option(help="Time of a forward and a backward pass: 120ms.")
     ] = None,
@@ -105,8 +108,9 @@ def plan(
 ) -> None:
     """Tell which method makes training on a cluster the fastest, or to stay dense.
 
-    Predicts the time of a training step with every method. The figures of the network are stated,
-    were measured before, or are measured now. Gradients travel while the backward pass goes on.
+    Predicts the time of a training step with every method, and with outer steps, before which
+    machines train apart. The figures of the network are stated, were measured before, or are
+    measured now. Gradients travel while the backward pass goes on.
     """
     from sparcel.cost import read_rates, stated_rates
     from sparcel.plan import model_of, report
@@ -159,6 +163,7 @@ def plan(
         topology=topology,
         format=format,
         steps=steps,
+        every=every,
     )
     console = Console(highlight=False)
     if not console.is_terminal:

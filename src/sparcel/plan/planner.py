@@ -11,6 +11,7 @@ from sparcel.cost import Prediction, Problem, Rates, default_rates, predict
 from sparcel.errors import InputError
 from sparcel.formats import Format, format_named
 from sparcel.plan.models import Model, model_of
+from sparcel.plan.outer import outer_instead, outer_steps
 from sparcel.plan.recorded import UNNAMED
 from sparcel.plan.server import through_server
 from sparcel.plan.steps import (
@@ -43,13 +44,21 @@ _FLIP_FACTORS = (1e-4, 1e4)
 class Plan:
     """Every method's step, the fastest first.
 
-    The advice is the fastest dense method, unless the best sparse one is `WORTH` times as fast.
+    The advice is the fastest dense method, unless the best sparse one is `WORTH` times as fast, and
+    outer steps, where even the fastest of these waits for more than 30 % of a step.
 
     Attributes
     ----------
+    rows
+        Methods that exchange in every step.
     flip_bytes_per_s
         The bandwidth of a node's link at which the advice changes, all else equal; None where
         none from a ten thousandth to ten thousand times as much changes it.
+    outer
+        Outer steps every ``workload.every`` steps, between several machines without a server.
+    instead
+        The outer step to take instead of `advised`, with an interval of 10, 30 or 100 steps; None
+        where `advised` does.
     """
 
     workload: Workload
@@ -57,10 +66,12 @@ class Plan:
     rows: tuple[PlannedStep, ...]
     flip_bytes_per_s: float | None
     topology: str
+    outer: tuple[PlannedStep, ...] = ()
+    instead: PlannedStep | None = None
 
     @property
     def advised(self) -> PlannedStep:
-        """The method to use."""
+        """The method to use, of those that exchange in every step."""
         return _advised(self.rows)
 
     @property
@@ -97,6 +108,7 @@ def plan(
     topology: str = "all-reduce",
     format: str | Format = "raw",
     steps: int | None = None,
+    every: int = 30,
 ) -> Plan:
     """Return what a step of training takes with every method.
 
@@ -121,6 +133,8 @@ def plan(
     steps
         The length of the training, over which times are averaged: sparse methods send more in its
         first steps. None for those of a step after these.
+    every
+        How many steps machines train apart before an outer step.
 
     What `attach` does without a name is planned, too, with its own density and format, and of all
     sparse methods the step-ahead before the forward pass. Gradients are assumed to become ready
@@ -139,7 +153,7 @@ def plan(
         raise InputError(f"a plan is for at most {MOST_RANKS} ranks, got {rates.ranks:,}")
     trained = model if isinstance(model, Model) else model_of(model)
     layout = None if format == "auto" else format_named(format)
-    work = Workload(trained, density, compute_s, bucket_bytes, layout, steps)
+    work = Workload(trained, density, compute_s, bucket_bytes, layout, steps, every)
     if topology not in ("all-reduce", "parameter-server"):
         raise InputError(f"topology must be all-reduce or parameter-server, got {topology!r}")
 
@@ -154,7 +168,11 @@ def plan(
             found.append(mean_step(UNNAMED, own, _in_ring(DEFAULT, rates), rates))
         return tuple(sorted(found, key=lambda row: row.step))
 
-    return Plan(work, rates, rows(rates), _flip(rows, rates), topology)
+    found = rows(rates)
+    islands = topology == "all-reduce" and rates.ranks > rates.ranks_per_node
+    outer = outer_steps(work, every, rates) if islands else ()
+    instead = outer_instead(found[0], work, rates) if islands else None
+    return Plan(work, rates, found, _flip(rows, rates), topology, outer, instead)
 
 
 _SERVED = (*DENSE, "topk", "scalecom")

@@ -6,6 +6,7 @@ from rich.table import Table
 
 from sparcel.formats import RAW
 from sparcel.plan import recorded
+from sparcel.plan.outer import MOST_WAITING, OUTER
 from sparcel.plan.planner import WORTH, Plan
 from sparcel.plan.recorded import RECORDED, UNNAMED, Recorded
 from sparcel.plan.steps import BASELINE, PlannedStep, sends_all
@@ -13,7 +14,7 @@ from sparcel.schemes import front_loaded
 
 
 def table(plan: Plan) -> Table:
-    """Return every method's step, the fastest first."""
+    """Return every method's step, the fastest first, and outer steps below them."""
     shown = Table(box=None, pad_edge=False, padding=(0, 1))
     shown.add_column("method", no_wrap=True)
     shown.add_column("sends", no_wrap=True)
@@ -23,14 +24,14 @@ def table(plan: Plan) -> Table:
     shown.add_column("\n×", justify="right")
     shown.add_column("lost\npoints", justify="right")
     baseline = next(row for row in plan.rows if row.method == BASELINE)
-    for row in plan.rows:
+    for row in (*plan.rows, *plan.outer):
         times = (row.step, row.exposed, row.ahead, row.work, row.exchange)
         shown.add_row(
             row.method,
             _sends(row),
             *map(_ms, times),
             _short(row.bytes / 1e6),
-            f"{baseline.step / row.step:.2f}",
+            f"{x:.2f}" if (x := baseline.step / row.step) < 100 else _short(x),
             "" if (known := _recorded(plan, row)) is None else f"{-known.worst[0]:.1f}",
         )
     return shown
@@ -56,17 +57,57 @@ def assumptions(plan: Plan) -> str:
         length = (
             f"\nMeans over {work.steps:,} steps at {100 * work.density:g} %, more in the first."
         )
+    outer = f"\nOuter steps every {work.every} steps, in shares of a step." if plan.outer else ""
     return (
         f"{work.model.name}: {work.model.parameters:,} gradients, {_ms(work.compute_s)} ms to"
         f" compute, in buckets of {work.bucket_bytes / (1 << 20):g} MiB.\n"
         f"{nodes} {_plural('node', nodes)} of {rates.ranks_per_node}"
         f" {_plural('rank', rates.ranks_per_node)}, {bits(rates.bandwidth)}{measured}{said};"
-        f" {plan.topology}.{length}"
+        f" {plan.topology}.{length}{outer}"
     )
 
 
 def verdict(plan: Plan) -> str:
     """Return which method to use, with the numbers that decide."""
+    advice = _in_every_step(plan)
+    if plan.instead is None:
+        return f"{advice}\n\n{_no_outer(plan)}" if plan.outer else advice
+    return (
+        f"{_outer(plan, plan.instead)}\n\nWith an exchange in every step,"
+        f" {advice[0].lower()}{advice[1:]}"
+    )
+
+
+def _outer(plan: Plan, outer: PlannedStep) -> str:
+    """Return that outer steps are advised, and why."""
+    fastest, steps = plan.rows[0], plan.workload.steps
+    times = "" if steps is None else f", {steps // outer.every:,} times in all"
+    return (
+        f"Use outer steps, every {outer.every} steps: with {outer.method} {_told(outer)}; the"
+        f" exchange takes {100 * outer.share:.0f} % of the time. Of the methods that exchange in"
+        f" every step, the fastest, {fastest.method}, takes {_ms(fastest.step)} ms and"
+        f" {_waiting(fastest)}.\n\nThey change training: machines average every {outer.every} steps"
+        f" only{times}, and train apart in between. Compare with dense training."
+    )
+
+
+def _no_outer(plan: Plan) -> str:
+    """Return what outer steps would take where they are not advised."""
+    outer = next(row for row in plan.outer if row.method == OUTER)
+    return (
+        f"Outer steps are a choice of their own, because machines train apart in between: every"
+        f" {outer.every} steps, with {outer.method}, a step takes {_ms(outer.step)} ms. They are"
+        f" advised where all others wait for more than {100 * MOST_WAITING:.0f} % of a step; here"
+        f" {plan.rows[0].method} {_waiting(plan.rows[0])}."
+    )
+
+
+def _waiting(row: PlannedStep) -> str:
+    return f"waits for {100 * row.exposed / row.step:.0f} % of it"
+
+
+def _in_every_step(plan: Plan) -> str:
+    """Return which of the methods to use that exchange in every step."""
     dense, sparse = plan.best_dense, plan.best_sparse
     fastest = next(row for row in plan.rows if not sends_all(row.method))
     if plan.advised is dense:
@@ -159,7 +200,7 @@ def _told(row: PlannedStep) -> str:
 
 def _sends(row: PlannedStep) -> str:
     """Return the share of the gradient that a rank sends, and the format if it is not plain."""
-    if sends_all(row.method):
+    if sends_all(row.method) or (row.density == 1 and row.format == RAW):
         return "all"
     share = f"{_short(100 * row.density)} %"
     return share if row.format == RAW else f"{share} {row.format.name}"

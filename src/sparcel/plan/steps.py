@@ -42,6 +42,8 @@ class Workload:
     steps
         The length of the training, in whose first steps sparse methods send more. None: a step
         after these.
+    every
+        The steps that machines train apart before an outer step.
     """
 
     model: Model
@@ -50,6 +52,7 @@ class Workload:
     bucket_bytes: int = 25 << 20
     format: Format | None = RAW
     steps: int | None = None
+    every: int = 30
 
     def __post_init__(self) -> None:
         checked_density(self.density)
@@ -57,6 +60,7 @@ class Workload:
         checked_whole(self.bucket_bytes, "bucket_bytes", at_least=4)
         if self.steps is not None:
             checked_whole(self.steps, "steps", at_least=1)
+        checked_whole(self.every, "every", at_least=1)
 
     @property
     def densities(self) -> dict[float, float]:
@@ -73,7 +77,8 @@ class PlannedStep:
     ``select``, ``pack`` (into messages and out of them), ``exchange`` and ``reduce`` are those of
     all buckets, ``ahead`` is what step-ahead adds to the forward pass, ``step`` what passes from
     one step to the next, and ``exposed`` what it takes beyond the computation. ``bytes`` are a
-    rank's, ``density`` and ``format`` what it sends.
+    rank's, ``density`` and ``format`` what it sends. Of an exchange ``every`` so many steps, times
+    and bytes are a step's share.
     """
 
     method: str
@@ -87,11 +92,17 @@ class PlannedStep:
     reduce: float
     exposed: float
     bytes: float
+    every: int = 1
 
     @property
     def work(self) -> float:
         """What ranks compute for the exchange."""
         return self.select + self.pack + self.reduce
+
+    @property
+    def share(self) -> float:
+        """Which share of the step the work and the exchange take."""
+        return (self.work + self.exchange) / self.step
 
 
 def sends_all(method: str) -> bool:
