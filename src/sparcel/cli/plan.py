@@ -1,4 +1,4 @@
-"""``sparcel plan``: tells whether to stay dense on a cluster, attach a method, or exchange rarely."""
+"""``sparcel plan``: tells the fastest method on a cluster, or to stay dense, or exchange rarely."""
 
 from __future__ import annotations
 

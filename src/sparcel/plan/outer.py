@@ -24,7 +24,7 @@ _METHODS: dict[str, tuple[str, float, Format]] = {
 
 MOST_WAITING = 0.3
 """The share of a step that may be spent waiting for an exchange in every step. Outer steps are
-advised beyond it; below it they make a step at most 1.4 times as fast."""
+advised beyond it; below it they make a step less than 1.5 times as fast."""
 
 INTERVALS = (10, 30, 100)
 """Steps between outer steps that are advised."""
