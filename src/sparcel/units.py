@@ -1,4 +1,4 @@
-"""Parsing of counts, times and rates with units, as typed on the command line."""
+"""Parsing of counts, times, rates and shares with units, as typed on the command line."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ _BYTES: dict[str, Scale] = {
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)},
 }
 _BITS_PER_S: dict[str, Scale] = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_SHARES: dict[str, Scale] = {"": 1, "%": Fraction(1, 100)}
 
 
 def count(text: str) -> float:
@@ -69,6 +70,17 @@ def bits_per_s(text: str) -> int:
     return rate
 
 
+def share(text: str) -> float:
+    """Read a share such as ``0.1%`` or ``0.001``.
+
+    Raises
+    ------
+    InputError
+        When the text is not a number, with or without a percent sign.
+    """
+    return float(_read(text, _SHARES, "a share is a number or a percentage, such as 0.1%"))
+
+
 def nbytes(text: str) -> int:
     """Read a number of bytes such as ``4 GiB``, ``500 MB`` or ``4096``, rounded to whole bytes.
 
@@ -95,7 +107,7 @@ def _count(text: str) -> Fraction:
 
 def _read(text: str, units: Mapping[str, Scale], expected: str) -> Fraction:
     """Return the exact value of a number and one of ``units``."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", text.strip().lower())
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*|%)", text.strip().lower())
     if match is None or match[2] not in units:
         raise InputError(f"{expected}; got {text!r}")
     return Fraction(match[1]) * units[match[2]]

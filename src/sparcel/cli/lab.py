@@ -15,7 +15,7 @@ from sparcel.lab import (
     Link,
     Network,
     open_network,
-    parse_rate,
+    parse_link,
     run,
 )
 
@@ -39,10 +39,17 @@ def run_command(
     rate: Annotated[
         str,
         typer.Option(
-            help="Rate of each machine's link: 100mbit, 1gbit, 2.5gbit; or none for loopback "
-            "without a limit."
+            help="Rate of each machine's link: 100mbit, 1gbit, 2.5gbit; 110mbit/500mbit for what "
+            "leaves the machine and what reaches it; or none for loopback without a limit."
         ),
     ] = "1gbit",
+    delay: Annotated[
+        str | None,
+        typer.Option(help="Time that a packet takes from a machine to another: 50ms. A ping: 2x."),
+    ] = None,
+    loss: Annotated[
+        str | None, typer.Option(help="Share of the packets that are lost on the way: 0.1%.")
+    ] = None,
     or_loopback: Annotated[
         bool,
         typer.Option(
@@ -78,7 +85,9 @@ def run_command(
     if after is not None and not faults.any:
         raise InputError(f"--after {after} needs a fault: add --kill-node or --cut-link")
     faults.check(nodes)
-    link = None if rate == "none" else Link(parse_rate(rate))
+    if rate == "none" and (delay or loss):
+        raise InputError("--rate none has no links to delay packets or lose them: give a rate")
+    link = None if rate == "none" else parse_link(rate, delay or "0s", loss or "0%")
     with _network(nodes, link, or_loopback) as network:
         if network.link != link:
             typer.echo(f"sparcel: {network.description}", err=True)

@@ -7,7 +7,7 @@ left behind however that process ends. No traffic leaves the machine.
 from sparcel.lab.emulated import EmulatedNetwork, LabUnavailableError
 from sparcel.lab.failures import Ended, Line, WorkerFailedError, told_by_survivor
 from sparcel.lab.launch import Workers
-from sparcel.lab.link import Link, LinkBytes, link_bytes, parse_rate
+from sparcel.lab.link import Link, LinkBytes, link_bytes, parse_link, parse_rate
 from sparcel.lab.network import Loopback, Network, open_network
 from sparcel.lab.program import Faults, run
 
@@ -25,6 +25,7 @@ __all__ = [
     "Workers",
     "link_bytes",
     "open_network",
+    "parse_link",
     "parse_rate",
     "run",
     "told_by_survivor",
