@@ -82,7 +82,8 @@ def parent(kind: str) -> None:
     """Open a network with workers that never end, and print what exists; tests kill it."""
     from sparcel.lab import Link, Loopback, Workers, open_network
 
-    with open_network(3, None if kind == "loopback" else Link()) as network:
+    link = Link(delay_s=0.01 if kind == "delayed" else 0.0)
+    with open_network(3, None if kind == "loopback" else link) as network:
         here = {os.readlink(f"/proc/self/ns/{name}") for name in _NAMESPACES}
         namespaces = {os.readlink(f"/proc/self/fd/{fd}") for fd in network.descriptors} - here
         with Workers(network, [sys.executable, "-c", _worker(kind)], mpi=kind == "mpi") as workers:

@@ -51,6 +51,7 @@ WORDS = ["raise", "return", "kill node"]
     ("kind", "how"),
     [
         *(("emulated", how) for how in ["SIGKILL", "SIGINT", *WORDS]),
+        *(("delayed", how) for how in ["SIGKILL", "kill node"]),
         pytest.param("mpi", "SIGKILL", marks=pytest.mark.slow),
         *(("loopback", how) for how in ["SIGKILL", "raise"]),
     ],

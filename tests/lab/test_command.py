@@ -135,6 +135,9 @@ def test_loopback_that_was_asked_for_needs_no_word() -> None:
         (["--after", "5s"], "add --kill-node or --cut-link"),
         (["--cut-link", "1", "--after", "5"], "such as 5s; got '5'"),
         (["--rate", "1gb"], "such as 1gbit; got '1gb'"),
+        (["--rate", "none", "--delay", "50ms"], "--rate none has no links to delay packets"),
+        (["--delay", "50"], "such as 5s; got '50'"),
+        (["--loss", "100%"], "a loss must be at least 0 and below 100%, got 100%"),
         (["--rate", "none", "--cut-link", "1"], "faults need an emulated network, got 3 processes"),
     ],
 )

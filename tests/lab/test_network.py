@@ -48,13 +48,14 @@ def test_loopback_carries_the_same(programs: str) -> None:
 
 
 @pytest.mark.usefixtures("emulation")
+@pytest.mark.parametrize("delay_s", [0.0, 0.01])
 def test_a_user_namespace_works_as_root_does(
-    monkeypatch: pytest.MonkeyPatch, programs: str
+    delay_s: float, monkeypatch: pytest.MonkeyPatch, programs: str
 ) -> None:
     """Root sees the same when the lab takes it for an ordinary user."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     try:
-        network = EmulatedNetwork(2, Link())
+        network = EmulatedNetwork(2, Link(delay_s=delay_s))
     except LabUnavailableError as error:
         pytest.skip(f"no user namespaces: {error}")
     ((_, line),) = _run(network, [sys.executable, programs, "transfer", "send", "1000000"])

@@ -189,12 +189,14 @@ except TimeoutError:
 """
 
 
-def test_a_cut_link_drops_packets_without_an_error() -> None:
-    network = EmulatedNetwork(2, Link())
+@pytest.mark.parametrize("delay_s", [0.0, 0.01])
+def test_a_cut_link_drops_packets_without_an_error(delay_s: float) -> None:
+    network = EmulatedNetwork(2, Link(delay_s=delay_s))
     with network, Workers(network, [sys.executable, "-c", _PING]) as workers:
         lines = workers.lines()
         assert [next(lines)[1] for _ in range(2)] == ["connected"] * 2
         network.cut_link(1)
+        network.cut_link(1)  # changes nothing
         assert [line for _, line in lines] == ["silence"] * 2
 
 

@@ -154,10 +154,10 @@ class _Relay:
         self._s_per_byte = 8 / _down_bits_per_s(link)
         self._nodes: dict[bytes, int] = {}  # by Ethernet address
         self._free = [0.0] * nodes  # when the link to a node has carried what waits for it
-        self._waiting: list[
-            tuple[float, int, bytes]
-        ] = []  # heap of (when due, to which node, what)
+        self._waiting: list[tuple[float, int, bytes]] = []  # heap: when due, to which node, what
         self._buffer = bytearray(_LARGEST_FRAME)
+        with suppress(OSError):  # before the workers, who may use all cores
+            os.setpriority(os.PRIO_PROCESS, 0, -20)
 
     def cut(self, node: int) -> None:
         """Drop what comes from a node and goes to it from now on."""

@@ -1,0 +1,123 @@
+"""Links with a delay, a loss or two rates: what packets between nodes take, and how many arrive."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+
+import pytest
+
+from sparcel.lab import EmulatedNetwork, Link, Workers
+
+pytestmark = [
+    pytest.mark.network,
+    pytest.mark.processes,
+    pytest.mark.usefixtures("emulation"),
+]
+
+_DATAGRAMS = """
+import json, os, socket, time
+socket_ = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+socket_.settimeout(0.5)
+if os.environ["RANK"] == "0":
+    socket_.bind(("", 5000))
+    silent = 0
+    while silent < 8:
+        try:
+            socket_.sendto(*socket_.recvfrom(16))
+            silent = 0
+        except TimeoutError:
+            silent += 1
+else:
+    times, asked = [], 0
+    address = (os.environ["MASTER_ADDR"], 5000)
+    while not times:  # node 0 is not there yet, or the first packets are lost
+        try:
+            socket_.sendto(b"first", address)
+            times.append(len(socket_.recv(16)))
+        except (TimeoutError, ConnectionRefusedError):
+            time.sleep(0.1)
+    for number in range(int({count})):
+        asked = time.monotonic()
+        socket_.sendto(str(number).encode(), address)
+        if {wait}:
+            while socket_.recv(16) != str(number).encode():
+                pass
+            times.append(time.monotonic() - asked)
+    back = 0
+    try:
+        while not {wait}:
+            back += socket_.recv(16) != b"first"
+    except TimeoutError:
+        pass
+    print(json.dumps([times[1:], back]))
+"""
+
+
+def _datagrams(link: Link, count: int, wait: bool) -> tuple[list[float], int]:
+    """Return the times of pings, each after another, or how many of pings at once come back."""
+    script = _DATAGRAMS.format(count=count, wait=wait)
+    network = EmulatedNetwork(2, link)
+    with network, Workers(network, [sys.executable, "-c", script]) as workers:
+        ((_, line),) = workers.lines()
+    times, back = json.loads(line)
+    return times, back
+
+
+def test_a_ping_takes_twice_the_delay() -> None:
+    times, _ = _datagrams(Link(delay_s=0.05), 10, wait=True)
+    assert len(times) == 10
+    assert 0.1 <= min(times) < 0.15  # not the delay of a node's link, which a ping crosses 4 times
+
+
+def test_the_asked_share_of_packets_is_lost() -> None:
+    _, back = _datagrams(Link(delay_s=0.01, loss=0.5), 1000, wait=False)
+    assert 170 < back < 330  # lost on neither way: 250, with a standard deviation of 14
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.005])
+@pytest.mark.parametrize(("up", "down"), [(20, 100), (100, 20)])
+def test_what_leaves_a_node_and_what_reaches_it_have_rates_of_their_own(
+    up: int, down: int, delay_s: float, programs: str
+) -> None:
+    """Both limit two nodes; of three, two send to one, or one to two."""
+    link = Link(up * 10**6, down_bits_per_s=down * 10**6, delay_s=delay_s)
+    reached = {}
+    for direction in ("send", "receive"):
+        network = EmulatedNetwork(3, link)
+        argv = [sys.executable, programs, "transfer", direction, "2000000"]
+        with network, Workers(network, argv) as workers:
+            ((_, line),) = workers.lines()
+        result = json.loads(line)
+        reached[direction] = 8e-6 * result["bytes"] / result["seconds"]
+    slow, fast = ("send", "receive") if up < down else ("receive", "send")
+    assert reached[slow] <= 1.2 * 20
+    assert 1.2 * 20 < reached[fast] <= 1.2 * 40
+
+
+_COPY = """
+import hashlib, os, random, socket, time
+data = random.Random(7).randbytes({size})
+if os.environ["RANK"] == "0":
+    server = socket.create_server(("", 5000))
+    print(hashlib.sha256(server.accept()[0].makefile("rb").read()).hexdigest())
+else:
+    while True:
+        try:
+            with socket.create_connection((os.environ["MASTER_ADDR"], 5000)) as peer:
+                peer.sendall(data)
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.02])
+def test_data_arrive_whole(loss: float) -> None:
+    link, size = Link(delay_s=0.005, loss=loss), 3_000_001
+    network = EmulatedNetwork(2, link)
+    with network, Workers(network, [sys.executable, "-c", _COPY.format(size=size)]) as workers:
+        ((_, line),) = workers.lines()
+    assert line == hashlib.sha256(random.Random(7).randbytes(size)).hexdigest()
