@@ -8,14 +8,14 @@ from functools import partial
 from sparcel.cost import Problem, Rates, predict
 from sparcel.formats import RAW, Format, format_named
 from sparcel.plan.steps import DENSE, PlannedStep, Workload, mean_step
-from sparcel.schemes import DEFAULT, RECOMMENDED, stages_of
+from sparcel.schemes import DEFAULT, stages_of
 from sparcel.schemes.density import count_for
 from sparcel.schemes.hierarchical import stages_on_nodes
 
 OUTER = "outer's default"
 
 _METHODS: dict[str, tuple[str, float, Format]] = {
-    OUTER: (DEFAULT, RECOMMENDED["density"], format_named(RECOMMENDED["format"])),
+    OUTER: (DEFAULT, 1.0, format_named("packed:4")),
     "outer diloco": ("dense fp32", 1.0, RAW),
     # 64 of 4096 coordinates, with values of 2 bits: Sarfi et al. 2025.
     "outer sparseloco": (DEFAULT, 1 / 64, format_named("packed:2")),

@@ -177,7 +177,8 @@ class MpiEngine:
 
     def lost(self) -> list[int]:
         """See `Engine.lost`."""
-        return []
+        peers: list[int] = self._idle.broken()
+        return peers
 
     def abort(self) -> None:
         """See `Engine.abort`."""
@@ -225,9 +226,9 @@ class MpiEngine:
 
     def _check_peers(self) -> None:
         """Raise when a peer is dead, or the engine was aborted."""
-        dead = self._idle.broken()
-        if dead < self.size or self._aborted:
-            raise self._errors.lost(dead if dead < self.size else None)
+        dead = self.lost()
+        if dead or self._aborted:
+            raise self._errors.lost(dead[0] if dead else None)
 
     def _explained(
         self, error: MPI.Exception, statuses: list[MPI.Status], peers: list[int]
