@@ -15,18 +15,19 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
 import sparcel.outer
-from benchmarks.record import Row, parser_for, run_all
+from benchmarks.machine import machine
+from benchmarks.record import RESULTS, Row, show, write
 from sparcel.lab import EmulatedNetwork, Line, Link, Workers
 from sparcel.outer.method import METHODS
 
 LAYERS, WIDTH, PAUSE_S, EVERY, ROUNDS = 6, 2048, 0.1, 150, 4
+RATE_BITS_PER_S = 100_000_000
 METHODS_USED, OVERLAPS = ("default", "diloco"), (0, 100)
 
 
@@ -60,12 +61,12 @@ def island(name: str, overlap: int) -> None:
     dist.destroy_process_group()
 
 
-def measured(method: str, overlap: int, rate_bits_per_s: int) -> Row:
+def measured(method: str, overlap: int) -> Row:
     """Run two islands, and return what the first has measured."""
     argv = [sys.executable, "-m", "benchmarks.outer.stalls", "--island", method, str(overlap)]
     found: list[list[str]] = []
     with (
-        EmulatedNetwork(2, Link(rate_bits_per_s)) as network,
+        EmulatedNetwork(2, Link(RATE_BITS_PER_S)) as network,
         Workers(network, argv, None, 1, False) as workers,
     ):
         for event in workers.events():
@@ -79,13 +80,13 @@ def main() -> None:
     if "--island" in sys.argv:
         island(sys.argv[-2], int(sys.argv[-1]))
         return
-    told = parser_for(__doc__, "outer_stalls", data=False).parse_args()
-    jobs = [
-        {"method": method, "overlap": overlap, "rate_bits_per_s": 100_000_000}
+    rows = [
+        {"method": method, "overlap": overlap, **measured(method, overlap)}
         for method in METHODS_USED
         for overlap in OVERLAPS
     ]
-    run_all(told, measured, jobs)
+    write(RESULTS / "outer_stalls.json", machine(), rows)
+    show(rows)
 
 
 if __name__ == "__main__":
