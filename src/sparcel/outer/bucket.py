@@ -172,7 +172,7 @@ class BucketStore(Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there, for the store's timeout unless another one is given."""
-        most = timeout or self.timeout
+        most = self.timeout if timeout is None else timeout
         for _ in _looks(self.pause, most.total_seconds(), self._never):
             if self.check(keys):
                 return

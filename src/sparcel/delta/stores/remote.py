@@ -15,7 +15,7 @@ _SECONDS = 60.0
 """How long a web server may be silent."""
 
 _IN_MEMORY = threading.Lock()
-"""Orders the writers of ``memory://``, all of which are in this process."""
+"""Orders whoever reads and writes ``memory://``, where a file has one position for all."""
 
 
 class Remote:
@@ -39,15 +39,16 @@ class Remote:
             raise MissingDependencyError(f"a store at {url} needs a package: {error}") from error
         except ValueError as error:
             raise InputError(f"{url} is no store: {error}") from error
-        self._in_memory = self._files.protocol == "memory"
+        in_memory = self._files.protocol == "memory"
         # A transaction ends whatever any thread writes to the file system.
-        self._writing = _IN_MEMORY if self._in_memory else threading.Lock()
+        self._writing = _IN_MEMORY if in_memory else threading.Lock()
+        self._in_turn = _IN_MEMORY if in_memory else nullcontext()
         self._can_create = type(self._files).pipe_file is not fsspec.AbstractFileSystem.pipe_file
 
     def read(self, name: str) -> memoryview:
         """Return a file's bytes, by way of a file in the folder for temporary ones."""
         with tempfile.NamedTemporaryFile() as copy:
-            with self._telling(f"{name} cannot be read from"):
+            with self._telling(f"{name} cannot be read from"), self._in_turn:
                 self._files.get_file(self._at(name), copy.name)
             return read_whole(Path(copy.name))
 
@@ -80,7 +81,7 @@ class Remote:
         try:
             with (
                 self._telling(f"{name} cannot be created in"),
-                self._writing if self._in_memory else nullcontext(),
+                self._in_turn,
             ):
                 self._files.pipe_file(self._at(name), b"".join(parts), mode="create")
         except OSError as error:
