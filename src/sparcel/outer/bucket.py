@@ -313,6 +313,8 @@ class BucketEngine:
                 self._write(peers, sends[peers[0]], call)
             return self._collect(receives, call)
         except OSError as error:
+            if self._aborted.is_set():  # which removes what is being written, too
+                raise self._errors.lost() from error
             raise self._lost(f"cannot use {self._place}: {error!r}", late=True) from error
         finally:
             self.waiting = False
