@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from sparcel.delta import Folder, Publisher, Store, Subscriber, read_index, store_at
 from sparcel.delta.index import INDEX
+from sparcel.delta.stores import ExclusiveStore
 from sparcel.errors import InputError, MissingDependencyError, VersionError
 from tests.delta.histories import history, sums_of
 from tests.delta.pairs import same
@@ -125,6 +127,51 @@ def test_files_of_an_object_store(place: str) -> None:
     assert store.names() == []
     with pytest.raises(FileNotFoundError):
         store.read("file")
+
+
+def creates_once(store: Store) -> None:
+    """The first writer of a file wins, and one that fails leaves nothing."""
+
+    def failing() -> Iterable[bytes]:
+        yield b"half"
+        raise OSError("no more")
+
+    assert isinstance(store, ExclusiveStore)
+    with pytest.raises(OSError, match="no more"):
+        store.create("file", failing())
+    assert store.names() == []
+    assert store.create("file", [b"a", memoryview(b"bc")])
+    assert not store.create("file", [b"other"])
+    assert bytes(store.read("file")) == b"abc"
+    assert store.names() == ["file"]
+    store.remove("file")
+    assert store.create("file", [])
+    assert bytes(store.read("file")) == b""
+
+
+def test_the_first_writer_wins(place: str) -> None:
+    creates_once(store_at(place))
+
+
+def test_the_first_writer_of_a_folder_wins(tmp_path: Path) -> None:
+    creates_once(Folder(tmp_path / "made"))
+
+
+def test_links_of_file_systems_that_have_none_or_repeat_them(tmp_path: Path) -> None:
+    link = os.link
+
+    def repeated(*paths: Path) -> None:
+        link(*paths)
+        link(*paths)
+
+    with patch("os.link", side_effect=repeated):
+        assert Folder(tmp_path).create("file", [b"a"])
+    with (
+        patch("os.link", side_effect=PermissionError(errno.EPERM, "not permitted")),
+        pytest.raises(InputError, match="without hard links"),
+    ):
+        Folder(tmp_path).create("other", [b"a"])
+    assert Folder(tmp_path).names() == ["file"]
 
 
 @pytest.mark.parametrize("size", [10, 6 << 20])
