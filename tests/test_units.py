@@ -81,6 +81,18 @@ def test_seconds_refuses_other_text(text: str) -> None:
     assert repr(text) in str(caught.value)
 
 
+@given(st.integers(0, 10_000))
+def test_a_share_is_a_number_or_a_percentage(number: int) -> None:
+    assert units.share(f"{number / 100:.2f}%") == units.share(f"{number / 10_000:.4f}")
+
+
+@pytest.mark.parametrize("text", ["", "%", "-1%", "1%%", "half", "1 percent"])
+def test_texts_that_are_no_shares_are_named(text: str) -> None:
+    with pytest.raises(InputError, match="such as 0.1%; got") as caught:
+        units.share(text)
+    assert repr(text) in str(caught.value)
+
+
 def test_rates_may_be_more_than_the_lab_can_emulate() -> None:
     assert units.bits_per_s("100gbit") == 10**11
     assert units.bits_per_s("2.5 Gbit") == 2_500_000_000

@@ -60,7 +60,7 @@ def answer(flows: int) -> None:
 def ask(flows: int) -> None:
     """Be node 1: ping, then send until the connections end."""
     address = (os.environ["MASTER_ADDR"], PORT)
-    times = []
+    times: list[float] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as pings:
         pings.settimeout(1.0)
         while len(times) <= PINGS:
