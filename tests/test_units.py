@@ -88,7 +88,7 @@ def test_a_share_is_a_number_or_a_percentage(number: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "%", "-1%", "1%%", "half", "1 percent"])
 def test_texts_that_are_no_shares_are_named(text: str) -> None:
-    with pytest.raises(InputError, match="such as 0.1%; got") as caught:
+    with pytest.raises(InputError, match=r"such as 0\.1%; got") as caught:
         units.share(text)
     assert repr(text) in str(caught.value)
 
