@@ -304,8 +304,9 @@ class Averager:
     def decay(self, names: Iterable[str], factor: float) -> None:
         """Multiply what this rank keeps back of some tensors; what that takes off is lost."""
         for name in names:
-            for part in self._session.residuals.of(name).values():
-                part.mul_(factor)
+            memory = self._session.residuals.of(name).get("memory")
+            if memory is not None:
+                memory.mul_(factor)
 
     def ahead(
         self,
