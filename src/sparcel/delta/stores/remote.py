@@ -43,7 +43,8 @@ class Remote:
         # A transaction ends whatever any thread writes to the file system.
         self._writing = _IN_MEMORY if in_memory else threading.Lock()
         self._in_turn = _IN_MEMORY if in_memory else nullcontext()
-        self._can_create = type(self._files).pipe_file is not fsspec.AbstractFileSystem.pipe_file
+        plain = fsspec.AbstractFileSystem.pipe_file  # asynchronous ones have another on the object
+        self._can_create = getattr(self._files.pipe_file, "__func__", None) is not plain
 
     def read(self, name: str) -> memoryview:
         """Return a file's bytes, by way of a file in the folder for temporary ones."""
