@@ -85,8 +85,10 @@ def _over_links(place: str, patience: float) -> tuple[Store, Connect]:
 
 
 def _by_files(place: Bucket | str | os.PathLike[str]) -> tuple[Store, Connect]:
+    kept = BucketStore(place)  # torch keeps no store that is written in Python
+
     def connect(name: str, members: list[int], rank: int, seconds: float) -> ConnectedCommunicator:
-        store = PrefixStore(name, BucketStore(place))
+        store = PrefixStore(name, kept)
         return ConnectedCommunicator(BucketRendezvous(store, members, rank, seconds))
 
-    return BucketStore(place), connect
+    return kept, connect
