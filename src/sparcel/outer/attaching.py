@@ -18,7 +18,7 @@ from sparcel.errors import InputError, MismatchError, checked_name
 from sparcel.fsdp import FSDPDriver, Replicas, is_sharded
 from sparcel.outer.driver import Outer, Poison
 from sparcel.outer.island import Copies, Follower, Island, Shards
-from sparcel.outer.islands import Elastic, Fixed
+from sparcel.outer.islands import Elastic, Fixed, answering
 from sparcel.outer.method import Method, chosen_method
 from sparcel.outer.places import meeting_at
 from sparcel.outer.shared import Shared
@@ -89,6 +89,8 @@ def attach(
     chosen = chosen_method(method)
     every = checked_whole(every, "every", 1)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    if not optimizers:
+        raise InputError("optimizer must be one, or several, got none")
     for one in optimizers:
         check_type(one, Optimizer, "optimizer")
     checked_name(buffers, ("average", "local"), "buffers")
@@ -142,7 +144,8 @@ def attach(
     if (meeting := meeting_at(group, patience)) is not None:
         layout = digest(repr([(name, one.shape) for name, one in tensors.items()]), 56)
         begin = shared.digest(shared.vectors)
-        elastic = Elastic(*meeting, f"{settings}, layout {layout}", begin, least, patience)
+        with answering():
+            elastic = Elastic(*meeting, f"{settings}, layout {layout}", begin, least, patience)
         group = elastic.comm
     averager = Averager(
         tensors,
@@ -160,7 +163,8 @@ def attach(
         )
     outer = Outer(shared, averager, elastic or Fixed(averager.comm), chosen, every, poison, island)
     if elastic is not None and elastic.begun:
-        outer.join()
+        with answering():
+            outer.join()
     outer.start(optimizers)
     return outer
 

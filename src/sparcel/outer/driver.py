@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from sparcel._checks import check_type
 from sparcel.comm import SimulatedCommunicator
 from sparcel.errors import CommunicationError, InputError, MismatchError
-from sparcel.outer.island import Island
-from sparcel.outer.islands import Elastic, Fixed, Islands
+from sparcel.outer.island import Island, forget_spoilt
+from sparcel.outer.islands import Elastic, Fixed, Islands, answering
 from sparcel.outer.method import Method
 from sparcel.outer.shared import Shared, Vector
 from sparcel.training import Averager, Stats
@@ -69,6 +69,9 @@ class Outer:
         self._ends = 0
         """After how many inner steps the island goes on with what is under way."""
         self._finite = True
+        self._anew = False
+        """Whether this inner step has ended with what is shared, because of NaN or Inf."""
+        self._inner: Sequence[Optimizer] = ()
         self._worker = ThreadPoolExecutor(1, "sparcel-outer")
         self._undo = ExitStack()
         self._undo.callback(averager.handle.close)
@@ -86,6 +89,7 @@ class Outer:
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Count the steps of the last of these optimisers from now on."""
+        self._inner = optimizers
         hook = optimizers[-1].register_step_post_hook(lambda *_: self.advance())
         self._undo.callback(hook.remove)
 
@@ -93,18 +97,19 @@ class Outer:
     def advance(self) -> None:
         """Count an inner step, and do what is due after it; optimisers call it."""
         self._clock += 1
-        before = self.steps
+        before, self._anew = self.steps, False
         try:
-            if self._under_way is not None and self._clock >= self._ends:
-                self._go_on()
-            if self._under_way is None and (self._is_due() or self._is_awaited()):
-                self._begin()
+            with answering():
+                if self._under_way is not None and self._clock >= self._ends:
+                    self._go_on()
+                if self._under_way is None and (self._is_due() or self._is_awaited()):
+                    self._begin()
         except BaseException:
             if self._island is not None:
                 self._island.fail()
             raise
         if self._island is not None:
-            self._island.lead(self.steps - before)
+            self._island.lead(self.steps - before, self._anew)
 
     def _go_on(self) -> None:
         """Wait for the exchange that is under way, and go on with its outcome."""
@@ -117,11 +122,11 @@ class Outer:
         if outcome == "late":
             self._catch_up()
             return
-        for vector in self._fragment:
-            if outcome == "done" and self._finite:
+        if not self._finite:
+            self._begin_anew()
+        elif outcome == "done":
+            for vector in self._fragment:
                 vector.put(self._method.keep)
-            elif not self._finite:
-                vector.put()
         self.steps += 1
         self._islands.committed(self.steps, self._shared.tensors)
 
@@ -177,9 +182,15 @@ class Outer:
             When an entry is missing or does not fit.
         """
         check_type(state, Mapping, "state", _WAY_OUT)
-        missing = [name for name in (*_NUMBERS, *dict(self._shared.named())) if name not in state]
-        if missing:
-            raise InputError(f"the state has no {missing[0]!r}; {_WAY_OUT}")
+        expected = dict.fromkeys(_NUMBERS, torch.zeros(())) | dict(self._shared.named())
+        for name, tensor in expected.items():
+            if name not in state:
+                raise InputError(f"the state has no {name!r}; {_WAY_OUT}")
+            if state[name].shape != tensor.shape:
+                raise InputError(
+                    f"the state's {name!r} must have shape {list(tensor.shape)}, got"
+                    f" {list(state[name].shape)}; {_WAY_OUT}"
+                )
         memory = {
             name.removeprefix("averager."): tensor
             for name, tensor in state.items()
@@ -271,7 +282,7 @@ class Outer:
             return "again"
         if not finite:
             return "void"
-        if bad:  # the average is over those that count
+        if bad and not self._method.by_senders:  # the average is over those that count
             for vector in fragment:
                 vector.moved.mul_(averager.comm.size / (averager.comm.size - bad))
         self._shared.step(fragment)
@@ -296,11 +307,18 @@ class Outer:
         """Take over what the others have done without this island, and keep what it has moved."""
         before = [vector.shared.clone() for vector in self._shared.vectors]
         self._take_over()
+        if not self._finite:
+            self._begin_anew()
+            return
         for vector, old in zip(self._shared.vectors, before, strict=True):
-            if self._finite:
-                vector.shift(old)
-            else:
-                vector.put()
+            vector.shift(old)
+
+    def _begin_anew(self) -> None:
+        """Go on from what is shared, without what NaN or Inf have spoilt."""
+        for vector in self._shared.vectors:
+            vector.put()
+        forget_spoilt(self._inner)
+        self._anew = True
 
     def _take_over(self) -> None:
         assert isinstance(self._islands, Elastic), "a fixed group waits for all"

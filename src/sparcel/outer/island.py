@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from sparcel._checks import all_finite
 from sparcel.errors import CommunicationError
 from sparcel.training import Stats
 
@@ -22,8 +23,16 @@ class Island(Protocol):
     def all(self, flag: bool) -> bool:
         """Return whether a flag is set on all ranks of the island that exchange."""
 
-    def lead(self, steps: int) -> None:
-        """Tell the others that so many outer steps have been done after an inner step."""
+    def lead(self, steps: int, anew: bool) -> None:
+        """Tell the others what an inner step has ended with.
+
+        Parameters
+        ----------
+        steps
+            How many outer steps have been done.
+        anew
+            Whether this island goes on from what is shared, because of NaN or Inf.
+        """
 
     def fail(self) -> None:
         """Tell the others that an outer step has failed."""
@@ -41,7 +50,7 @@ class Shards:
         dist.all_reduce(held, dist.ReduceOp.MIN, group=self._group)
         return bool(held)
 
-    def lead(self, steps: int) -> None:
+    def lead(self, steps: int, anew: bool) -> None:
         """See `Island.lead`; all do the same."""
 
     def fail(self) -> None:
@@ -61,33 +70,31 @@ class Copies:
 
     def __init__(self, group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
         self._group, self._tensors = group, tensors
-        self._code = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
 
     def all(self, flag: bool) -> bool:
         """See `Island.all`; one rank exchanges."""
         return flag
 
-    def lead(self, steps: int) -> None:
+    def lead(self, steps: int, anew: bool) -> None:
         """See `Island.lead`; the others take over the parameters."""
-        self._share(steps)
+        self._share(steps, anew)
         if steps:
             for tensor in self._tensors:
                 dist.broadcast(tensor, group=self._group, group_src=0)
 
     def fail(self) -> None:
         """See `Island.fail`."""
-        self._share(_FAILED)
+        self._share(_FAILED, False)
 
-    def follow(self) -> int:
-        """Learn from the first rank how many outer steps were done, and take over the parameters.
+    def follow(self) -> tuple[int, bool]:
+        """Learn from the first rank what it tells by `lead`, and take over the parameters.
 
         Raises
         ------
         CommunicationError
             When the first rank has failed.
         """
-        self._share(0)
-        steps = int(self._code)
+        steps, anew = self._share(0, False)
         if steps == _FAILED:
             raise CommunicationError(
                 "the first rank of this island could not exchange; its own output tells why"
@@ -95,11 +102,13 @@ class Copies:
         if steps:
             for tensor in self._tensors:
                 dist.broadcast(tensor, group=self._group, group_src=0)
-        return steps
+        return steps, bool(anew)
 
-    def _share(self, code: int) -> None:
-        self._code.fill_(code)
-        dist.broadcast(self._code, group=self._group, group_src=0)
+    def _share(self, steps: int, anew: bool) -> list[int]:
+        told = torch.tensor([steps, anew], device=self._tensors[0].device)
+        dist.broadcast(told, group=self._group, group_src=0)
+        numbers: list[int] = told.tolist()
+        return numbers
 
 
 class Follower:
@@ -110,12 +119,16 @@ class Follower:
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Follow after each step of the last of these optimisers."""
+        self._inner = optimizers
         self.close = optimizers[-1].register_step_post_hook(lambda *_: self.advance()).remove
 
     @torch.no_grad()
     def advance(self) -> None:
         """Follow the first rank; optimisers call it after each step."""
-        self.steps += self._island.follow()
+        steps, anew = self._island.follow()
+        self.steps += steps
+        if anew:
+            forget_spoilt(self._inner)
 
     def stats(self) -> Stats:
         """Return what this rank has exchanged with other islands: nothing."""
@@ -127,3 +140,12 @@ class Follower:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Do nothing; the first rank loads the island's state."""
+
+
+def forget_spoilt(optimizers: Sequence[Optimizer]) -> None:
+    """Clear what inner optimisers remember of parameters, where it holds NaN or Inf."""
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            tensors = [one for one in state.values() if isinstance(one, Tensor)]
+            if not all(map(all_finite, tensors)):
+                state.clear()

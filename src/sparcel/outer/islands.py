@@ -19,11 +19,12 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
@@ -39,6 +40,10 @@ _POLL_SECONDS = 0.02
 
 _GRACE_SECONDS = 3.0
 """How long islands are waited for that may have failed with the last attempt."""
+
+
+_LONGEST_ROUND = 10
+"""For how many times the patience a newcomer waits for the end of an outer step of the others."""
 
 
 class Fixed:
@@ -271,10 +276,9 @@ class Elastic:
             place = int(self._store.add("guests", 1))
             self._store.set(f"guest{place}", str(self.me))
             step = torch.zeros(1, dtype=torch.int64)
+            host = self._host_of(place)
             with suppress(CommunicationError):
-                comm = self._connect(
-                    f"guest{place}/mesh", [self._host_of(place), self.me], 1, self._patience
-                )
+                comm = self._connect(f"guest{place}/mesh", [host, self.me], 1, self._patience)
                 for tensor in (step, *tensors):
                     came = comm.exchange({}, {0: tensor.nbytes})[0]
                     tensor.view(torch.uint8).copy_(came)
@@ -284,7 +288,15 @@ class Elastic:
                 return int(step)
 
     def _host_of(self, place: int) -> int:
+        """Wait for the end of an outer step of the others, one of whom is then the host."""
+        deadline = time.monotonic() + _LONGEST_ROUND * self._patience
         while (host := self._read(f"host{place}")) is None:
+            if time.monotonic() > deadline:
+                raise CommunicationError(
+                    f"no island of the run has ended an outer step in"
+                    f" {_LONGEST_ROUND * self._patience:g} s, so there is nobody to join; give a"
+                    " longer patience, or begin another run at another place"
+                )
             time.sleep(_POLL_SECONDS)
         return int(host)
 
@@ -312,3 +324,14 @@ class Elastic:
 
 Islands = Fixed | Elastic
 """The islands that take part in outer steps."""
+
+
+@contextmanager
+def answering() -> Iterator[None]:
+    """Turn errors of a store where islands meet into `CommunicationError`."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise CommunicationError(
+            f"the place where islands meet does not answer: {error}"
+        ) from error

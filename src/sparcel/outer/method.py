@@ -60,6 +60,11 @@ class Method:
         if not self.momentum:
             object.__setattr__(self, "nesterov", False)  # SGD has none without momentum
 
+    @property
+    def by_senders(self) -> bool:
+        """Whether a coordinate's sum is divided by the number of islands that have sent it."""
+        return isinstance(self.scheme, SparseLoCo)
+
 
 def default() -> Method:
     """Everything in 4 bits, up and down, with error feedback, and DiLoCo's outer optimiser."""

@@ -78,6 +78,7 @@ class Ranks:
         places = self._places()
         others = ranks_with_other(same, self.everyone)
         others += [places[rank] for rank in ranks_with_other(repr(shapes), self.comm)]
+        others = sorted(set(others))
         if any(self.everyone.run(lambda: self.everyone.gather_numbers(len(others)))):
             found = f"ranks {others} average" if others else "ranks of another shard average"
             raise MismatchError(

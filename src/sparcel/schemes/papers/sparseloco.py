@@ -19,7 +19,8 @@ class SparseLoCo(Selecting):
     """Every rank gets all selections, and divides each coordinate by how many ranks sent it.
 
     A selection whose norm is above the median of all is scaled down to it; what that takes off
-    stays in the rank's memory. Bytes grow with the ranks. The parameters are those of `Selecting`.
+    stays in the rank's memory. A rank whose selection is all zero has sent nothing. Bytes grow with
+    the ranks. The parameters are those of `Selecting`.
     Source: the code that accompanies Sarfi et al. 2025, SparseLoCo.
     """
 
@@ -31,6 +32,8 @@ class SparseLoCo(Selecting):
         finite = all(stream.finite for stream in streams)
         total, counts = packet.stream.values.new_zeros(2, size)
         for rank, (stream, factor) in enumerate(zip(streams, _factors(streams), strict=True)):
+            if not factor:
+                continue
             if stream.indices is None:
                 total.add_(stream.values, alpha=factor)
                 counts.add_(1)
@@ -46,7 +49,9 @@ class SparseLoCo(Selecting):
 
 
 def _factors(streams: list[SparseStream]) -> list[float]:
-    """Return by what each selection is scaled so that no norm is above the median."""
+    """Return by what each selection is scaled so that no norm is above the median; 0 for zeros."""
     norms: Tensor = torch.stack([torch.linalg.vector_norm(one.values) for one in streams])
-    limit = norms.quantile(0.5)
-    return (limit / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1).tolist()
+    if not norms.any():
+        return [0.0] * len(streams)
+    limit = norms[norms != 0].quantile(0.5)
+    return (limit / norms).clamp(max=1).where(norms != 0, 0).tolist()
