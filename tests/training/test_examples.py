@@ -81,6 +81,16 @@ def launched(name: str, *arguments: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
+def test_a_language_model_trains_on_islands() -> None:
+    pytest.importorskip("transformers", reason="transformers is not part of the install")
+    ends = re.findall(
+        r"(\d+) outer steps, loss (\S+), weights (\S+),", launched("outer_language_model")
+    )
+    (steps, loss, weights), other = ends
+    assert int(steps) == 10 and float(loss) < 4.0 and weights == other[2]
+
+
 def test_images_grow(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image", reason="Pillow is not part of the install")
     noise = np.random.default_rng(0)

@@ -83,6 +83,11 @@ class Outer:
         """The parameters that islands share, by name, as of the last outer step, not copied."""
         return self._shared.by_name()
 
+    @property
+    def islands(self) -> int:
+        """How many islands the latest outer step was tried with."""
+        return self._averager.comm.size
+
     def stats(self) -> Stats:
         """Return what the outer steps have cost so far; the counts are this rank's."""
         return self._averager.handle.stats()

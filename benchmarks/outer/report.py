@@ -1,0 +1,123 @@
+"""Prints the tables of the page on outer steps from the records.
+
+python -m benchmarks.outer.report
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from statistics import mean
+
+import torch
+
+import sparcel
+from benchmarks.outer.islands import LINKS
+from benchmarks.record import RESULTS, Row, rows_of
+from sparcel.comm import Communicator
+
+RECORDS = ("training", "muon", "images", "every", "islands")
+COMPUTE_S = 0.1
+"""Seconds that a step of a larger model takes on a GPU, stated, not measured."""
+
+
+def rows(*names: str) -> list[Row]:
+    return [row for name in names for row in rows_of(RESULTS / f"outer_{name}.json")]
+
+
+@cache
+def every_step_s(link: str, parameters: int, ranks: int) -> float:
+    """Return the seconds of a ring's all-reduce of the gradient in 16 bits."""
+
+    def reduce(comm: Communicator) -> None:
+        comm.all_reduce(torch.zeros(parameters // 2))
+
+    return sparcel.simulate(ranks, reduce).seconds_on(LINKS[link])
+
+
+def endings() -> Iterator[str]:
+    """Yield the table of what trainings end at."""
+    yield "| task | islands | H | method | perplexity, by seed | over DDP | bits sent |"
+    yield "|---|---|---|---|---|---|---|"
+    groups: dict[tuple[str, int, int, str], list[Row]] = defaultdict(list)
+    for row in rows(*RECORDS):
+        groups[row["task"], row["islands"], row["every"], row["run"]].append(row)
+    dense = {
+        (row["task"], row["islands"], row["seed"]): row["loss"]
+        for row in rows(*RECORDS)
+        if row["run"] == "ddp"
+    }
+    for (task, islands, every, run), found in groups.items():
+        found = sorted(found, key=lambda row: row["seed"])
+        plain = run in ("ddp", "bf16", "attach")
+        shown = ", ".join(f"{row['perplexity']:.3f}" for row in found)
+        known = [
+            math.exp(row["loss"] - dense[task, islands, row["seed"]]) - 1
+            for row in found
+            if (task, islands, row["seed"]) in dense
+        ]
+        over = f"{100 * mean(known):+.1f} %" if known else ""
+        bits = f"{mean(row['bits_up'] for row in found):.2f}" if "bits_up" in found[0] else ""
+        yield (
+            f"| {task} | {islands} | {1 if plain else every} | `{run}` | {shown} | {over} | {bits} |"
+        )
+
+
+def times(records: tuple[str, ...], task: str, baseline: str, seed: int = 0) -> Iterator[str]:
+    """Yield seconds until a run has the loss that a baseline ends at."""
+    yield "| link | a step | method | steps | seconds | of the baseline's |"
+    yield "|---|---|---|---|---|---|"
+    found = [
+        row
+        for row in rows(*records)
+        if (
+            (row["task"], row["seed"], row["islands"]) == (task, seed, 4)
+            and row["run"] in (baseline, "ddp")
+        )
+        or (
+            (row["task"], row["seed"], row["islands"]) == (task, seed, 4)
+            and row["run"] not in ("bf16", "attach")
+        )
+    ]
+    goal = next(row for row in found if row["run"] == baseline)["curve"][-1][1]
+    measured = next(row["step_s"] for row in found if row["step_s"])
+    for link in LINKS:
+        for compute in (measured, COMPUTE_S):
+            seconds = {}
+            for row in found:
+                steps = next((at for at, loss in row["curve"] if loss <= goal), None)
+                if steps is None:
+                    seconds[label(row)] = (row["steps"], math.inf)
+                elif row["run"] == "ddp":  # the exchange goes on beside the backward pass
+                    step = max(compute, every_step_s(link, row["parameters"], row["islands"]))
+                    seconds[label(row)] = (steps, steps * step)
+                else:
+                    exchange = row[f"exchange_s at {link}"] / row["every"]
+                    seconds[label(row)] = (steps, steps * (compute + exchange))
+            base = next(s for name, (_, s) in seconds.items() if name.startswith(baseline))
+            for name, (steps, total) in seconds.items():
+                told = (
+                    "not reached | |"
+                    if math.isinf(total)
+                    else f"{total:,.0f} | {total / base:.2f} |"
+                )
+                yield f"| {link} | {1000 * compute:.1f} ms | `{name}` | {steps} | {told}"
+
+
+def label(row: Row) -> str:
+    return f"{row['run']} {row['steps']}" if row["run"] != "ddp" else "ddp in 16 bits"
+
+
+def tables() -> Iterator[str]:
+    """Yield all lines of all tables."""
+    yield from endings()
+    yield ""
+    yield from times(("training", "longer"), "text", "ddp")
+    yield ""
+    yield from times(("wide",), "wide words", "diloco")
+
+
+if __name__ == "__main__":
+    print("\n".join(tables()))
