@@ -36,7 +36,7 @@ EXTRAS_OF = {
 }
 """The extras that each room's modules may import from; other rooms need torch and numpy alone."""
 
-BROUGHT_ALONG = {"integrations": {"lightning", "transformers", "verl", "vllm"}}
+BROUGHT_ALONG = {"integrations": {"lightning", "torchft", "transformers", "verl", "vllm"}}
 """What the users of a room have already, so that no extra installs it."""
 
 

@@ -9,6 +9,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 from sparcel.comm.communicator import exchanging
 from sparcel.comm.connected import ConnectedCommunicator
@@ -31,6 +32,27 @@ class TorchCommunicator(ConnectedCommunicator):
         that is current. If ``device`` is the CPU, they are there although the group has NCCL.
         """
         return cls(TorchRendezvous.of(group, device))
+
+    @classmethod
+    def at(cls, store: Store, rank: int, size: int, timeout: float) -> Self:
+        """Connect ranks that share a store and no process group, all of which call.
+
+        Messages are on the CPU.
+
+        Parameters
+        ----------
+        store
+            Under a prefix that nothing else uses.
+        timeout
+            Seconds that connecting, and an exchange, may take; equal on all ranks.
+
+        Raises
+        ------
+        CommunicationError
+            When some rank does not connect within the timeout.
+        """
+        host = torch.device("cpu")
+        return cls(TorchRendezvous(store, [*range(size)], rank, timeout, "gloo", host))
 
     @exchanging
     def all_to_all(
