@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, ReduceOp, Store, Work
 
-from sparcel._checks import FLOAT_DTYPES, check_type, checked_whole
+from sparcel._checks import FLOAT_DTYPES, check_type, checked_number, checked_whole
 from sparcel.comm import Communicator, Job, TorchCommunicator, Traffic, carry
 from sparcel.errors import CommunicationError, InputError
 from sparcel.integrations._framework import needs
@@ -44,6 +44,9 @@ class SparseProcessGroup(ProcessGroupGloo):  # type: ignore[misc]
         with its settings.
     timeout
         How long connecting, and an exchange, may take.
+    decay
+        What a memory is multiplied by when a step commits, in [0, 1]: 1 loses nothing, 0 is no
+        error feedback.
 
     Attributes
     ----------
@@ -51,12 +54,14 @@ class SparseProcessGroup(ProcessGroupGloo):  # type: ignore[misc]
         What this replica has sent and received for the scheme so far.
     """
 
-    def __init__(self, scheme: Scheme, timeout: timedelta = timedelta(seconds=60)) -> None:
-        check_type(scheme, Scheme, "scheme", "make one by sparcel.scheme(...)")
+    def __init__(
+        self, scheme: Scheme, timeout: timedelta = timedelta(seconds=60), decay: float = 1.0
+    ) -> None:
+        check_type(scheme, Scheme, "scheme", "sparcel.scheme('topk') makes one")
         super().__init__(timeout)
         self.traffic = Traffic()
-        self._scheme, self._fragments = scheme, 1
-        self._manager: Any = None
+        self._scheme, self._decay = scheme, checked_number(decay, "decay", at_least=0, at_most=1)
+        self._manager, self._fragments = None, 1
         self._comm: Communicator | None = None
         self._schemes: dict[tuple[int, int], Scheme] = {}
         """What exchanges a tensor, by the number of its fragment and its place in the step."""
@@ -73,8 +78,7 @@ class SparseProcessGroup(ProcessGroupGloo):  # type: ignore[misc]
         fragments
             The number of DiLoCo's ``model_fragments``, which take turns.
         """
-        self._manager = manager
-        self._fragments = checked_whole(fragments, "fragments", at_least=1)
+        self._manager, self._fragments = manager, checked_whole(fragments, "fragments", at_least=1)
         decide = manager.should_commit
 
         @wraps(decide)
@@ -102,7 +106,7 @@ class SparseProcessGroup(ProcessGroupGloo):  # type: ignore[misc]
         InputError
             When the group follows no Manager, or the tensor is not that of earlier steps.
         """
-        tensor, op = tensors[0], getattr(opts, "reduceOp", opts)
+        tensor, op = tensors[0].detach(), getattr(opts, "reduceOp", opts)
         if self._comm is None or tensor.dtype not in FLOAT_DTYPES or op != ReduceOp.SUM:
             work: Work = super().allreduce(tensors, opts)
             return work
@@ -111,7 +115,7 @@ class SparseProcessGroup(ProcessGroupGloo):  # type: ignore[misc]
             raise InputError("the group follows no Manager; call group.follow(manager) before")
         step, fragment = divmod(manager.current_step(), self._fragments)
         scheme = self._schemes.setdefault((fragment, place), self._scheme.fresh())
-        vector = tensor.detach().reshape(-1)
+        vector = tensor.reshape(-1)
         known = vector.numel() if scheme.memory is None else scheme.memory.numel()
         if vector.numel() != known:
             raise InputError(
@@ -121,17 +125,18 @@ class SparseProcessGroup(ProcessGroupGloo):  # type: ignore[misc]
         # All replicas know the Manager's step, those that joined, too.
         scheme.steps = step
         # The Manager divides the sum by the number of participants. Others give zeros.
-        participants = manager.num_participants()
-        withheld = [] if manager.is_participating() else [(0, known)]
-        request = Request(ranks=participants, withheld=withheld)
-        comm = carry(self._comm, tensor.device)
+        participants, takes_part = manager.num_participants(), manager.is_participating()
+        request = Request(ranks=participants, withheld=[] if takes_part else [(0, known)])
+        comm, decay = carry(self._comm, tensor.device), self._decay if takes_part else 1.0
 
         def exchange() -> Begun:
             begun = scheme.begin(vector, comm, request, in_place=True).without_average()
-            tensor.copy_(vector.mul_(participants).view_as(tensor))
+            vector.mul_(participants)
+            if not tensor.is_contiguous():
+                tensor.copy_(vector.view_as(tensor))
             return begun
 
-        self._begun.append(_Exchange(tensors, scheme, comm.submit(exchange)))
+        self._begun.append(_Exchange(tensors, scheme, decay, comm.submit(exchange)))
         return self._begun[-1]
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -152,11 +157,6 @@ class SparseProcessGroup(ProcessGroupGloo):  # type: ignore[misc]
         for which, scheme in self._schemes.items():
             scheme.load_state_dict(parts[which])
 
-    def shutdown(self) -> None:
-        """Disconnect."""
-        self._comm = None
-        super().shutdown()
-
     def _create_pg(self, store: Store, rank: int, world_size: int) -> Any:
         """Connect the replicas of a new quorum; what a scheme keeps but memory starts anew."""
         self._comm = None  # it disconnects beside, and waits for nobody
@@ -172,24 +172,25 @@ class SparseProcessGroup(ProcessGroupGloo):  # type: ignore[misc]
 class _Exchange(Work):
     """The sum of a tensor, whose memory has yet to take effect."""
 
-    def __init__(self, tensors: list[Tensor], scheme: Scheme, job: Job[Begun]) -> None:
+    def __init__(
+        self, tensors: list[Tensor], scheme: Scheme, decay: float, job: Job[Begun]
+    ) -> None:
         super().__init__()
-        self._tensors, self._scheme, self._job = tensors, scheme, job
+        self._tensors, self._scheme, self._decay, self._job = tensors, scheme, decay, job
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the sum is in place."""
-        self._checked(self._job.wait())
+        if not self._job.wait().finite:
+            raise CommunicationError("a replica's tensor holds NaN or Inf; the step is void")
         return True
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Return a future that has the tensors when the sum is in place."""
-        return self._job.future.then(lambda future: self._checked(future.value()))
+        return self._job.future.then(lambda _: self._tensors if self.wait() else [])
 
     def commit(self) -> None:
         """Let the memory take effect."""
         self._scheme.commit(self._job.wait())
-
-    def _checked(self, begun: Begun) -> list[Tensor]:
-        if not begun.finite:
-            raise CommunicationError("a replica's tensor holds NaN or Inf; the step is void")
-        return self._tensors
+        if self._decay != 1:
+            for part in self._scheme.coordinates().values():
+                part.mul_(self._decay)
