@@ -60,9 +60,8 @@ def endings() -> Iterator[str]:
         ]
         over = f"{100 * mean(known):+.1f} %" if known else ""
         bits = f"{mean(row['bits_up'] for row in found):.2f}" if "bits_up" in found[0] else ""
-        yield (
-            f"| {task} | {islands} | {1 if plain else every} | `{run}` | {shown} | {over} | {bits} |"
-        )
+        steps = 1 if plain else every
+        yield f"| {task} | {islands} | {steps} | `{run}` | {shown} | {over} | {bits} |"
 
 
 def times(records: tuple[str, ...], task: str, baseline: str, seed: int = 0) -> Iterator[str]:
@@ -72,14 +71,10 @@ def times(records: tuple[str, ...], task: str, baseline: str, seed: int = 0) -> 
     found = [
         row
         for row in rows(*records)
-        if (
-            (row["task"], row["seed"], row["islands"]) == (task, seed, 4)
-            and row["run"] in (baseline, "ddp")
-        )
-        or (
-            (row["task"], row["seed"], row["islands"]) == (task, seed, 4)
-            and row["run"] not in ("bf16", "attach")
-        )
+        if (row["task"], row["seed"], row["islands"]) == (task, seed, 4)
+        and row["run"] in (baseline, "ddp")
+        or (row["task"], row["seed"], row["islands"]) == (task, seed, 4)
+        and row["run"] not in ("bf16", "attach")
     ]
     goal = next(row for row in found if row["run"] == baseline)["curve"][-1][1]
     measured = next(row["step_s"] for row in found if row["step_s"])
@@ -98,11 +93,8 @@ def times(records: tuple[str, ...], task: str, baseline: str, seed: int = 0) -> 
                     seconds[label(row)] = (steps, steps * (compute + exchange))
             base = next(s for name, (_, s) in seconds.items() if name.startswith(baseline))
             for name, (steps, total) in seconds.items():
-                told = (
-                    "not reached | |"
-                    if math.isinf(total)
-                    else f"{total:,.0f} | {total / base:.2f} |"
-                )
+                told = f"{total:,.0f} | {total / base:.2f} |"
+                told = "not reached | |" if math.isinf(total) else told
                 yield f"| {link} | {1000 * compute:.1f} ms | `{name}` | {steps} | {told}"
 
 

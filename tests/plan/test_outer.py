@@ -37,7 +37,7 @@ def row_of(rows, method):
 @pytest.mark.parametrize(
     ("method", "exchange", "density", "format"),
     [
-        ("outer's default", "bidirectional", 0.1, "packed:4"),
+        ("outer's default", "bidirectional", 1.0, "packed:4"),
         ("outer sparseloco", "bidirectional", 1 / 64, "packed:2"),
         ("outer diloco", "dense fp32", 1.0, "raw"),
     ],
