@@ -71,10 +71,14 @@ def times(records: tuple[str, ...], task: str, baseline: str, seed: int = 0) -> 
     found = [
         row
         for row in rows(*records)
-        if (row["task"], row["seed"], row["islands"]) == (task, seed, 4)
-        and row["run"] in (baseline, "ddp")
-        or (row["task"], row["seed"], row["islands"]) == (task, seed, 4)
-        and row["run"] not in ("bf16", "attach")
+        if (
+            (row["task"], row["seed"], row["islands"]) == (task, seed, 4)
+            and row["run"] in (baseline, "ddp")
+        )
+        or (
+            (row["task"], row["seed"], row["islands"]) == (task, seed, 4)
+            and row["run"] not in ("bf16", "attach")
+        )
     ]
     goal = next(row for row in found if row["run"] == baseline)["curve"][-1][1]
     measured = next(row["step_s"] for row in found if row["step_s"])

@@ -34,7 +34,7 @@ from sparcel.outer.bucket import BucketEngine, BucketRendezvous, BucketStore
 from sparcel.schemes import Bidirectional
 from tests.collectives.test_processes import run_everything
 from tests.evenly import even_averager
-from tests.outer.islands import all_at_once, gathers, on_islands, raised
+from tests.outer.at_once import all_at_once, gathers, on_islands, raised
 from tests.schemes.steps import copy_of, normal
 from tests.strategies import DTYPES, same_bits, same_stream
 from tests.training.tensors import TENSORS, gradients_of

@@ -28,8 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from sparcel.comm import Communicator
-from sparcel.comm.connected import ConnectedCommunicator
+from sparcel.comm import Communicator, ConnectedCommunicator
 from sparcel.errors import CommunicationError, MismatchError
 
 Connect = Callable[[str, list[int], int, float], ConnectedCommunicator]
@@ -40,7 +39,6 @@ _POLL_SECONDS = 0.02
 
 _GRACE_SECONDS = 3.0
 """How long islands are waited for that may have failed with the last attempt."""
-
 
 _LONGEST_ROUND = 10
 """For how many times the patience a newcomer waits for the end of an outer step of the others."""

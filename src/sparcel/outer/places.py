@@ -10,9 +10,8 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub leaves it out
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from sparcel.comm import TorchCommunicator
-from sparcel.comm.connected import ConnectedCommunicator
-from sparcel.comm.torch.rendezvous import TorchRendezvous
+from sparcel.comm import ConnectedCommunicator, TorchCommunicator
+from sparcel.comm.torch import TorchRendezvous
 from sparcel.delta.stores import Store as Bucket
 from sparcel.errors import CommunicationError, InputError
 from sparcel.outer.bucket import BucketRendezvous, BucketStore

@@ -1,5 +1,6 @@
 """The communicator over torch.distributed, with the engines Gloo and NCCL."""
 
 from sparcel.comm.torch.communicator import TorchCommunicator, connect
+from sparcel.comm.torch.rendezvous import TorchRendezvous
 
-__all__ = ["TorchCommunicator", "connect"]
+__all__ = ["TorchCommunicator", "TorchRendezvous", "connect"]
