@@ -28,7 +28,7 @@ Outcome = Literal["done", "void", "again", "late"]
 """How an attempt at an outer step has ended."""
 
 
-_NUMBERS = ("clock", "steps", "ends", "outcome")
+_NUMBERS = ("clock", "steps", "ends", "outcome", "finite")
 _OUTCOMES: tuple[Outcome | None, ...] = (None, "done", "void")
 """The outcomes that a state may hold, by their numbers there."""
 
@@ -65,6 +65,7 @@ class Outer:
         self._clock = 0
         """How many inner steps have been done, by which outer steps are due."""
         self._visiting = False
+        self._connected = islands.comm
         self._under_way: Future[Outcome] | None = None
         self._ends = 0
         """After how many inner steps the island goes on with what is under way."""
@@ -80,7 +81,12 @@ class Outer:
 
     @property
     def shared(self) -> dict[str, Tensor]:
-        """The parameters that islands share, by name, as of the last outer step, not copied."""
+        """The parameters that islands share, by name, not copied.
+
+        They are those of the latest exchange, which is waited for if it is under way.
+        """
+        if self._under_way is not None:
+            self._under_way.result()
         return self._shared.by_name()
 
     @property
@@ -151,9 +157,9 @@ class Outer:
         Returns
         -------
         dict
-            ``clock``, ``steps``, ``ends`` and ``outcome``, whole numbers; ``shared.{name}`` and
-            ``momentum.{name}``, the same on all islands; and the entries of `Handle.state_dict`.
-            Among elastic islands, these are of a rank 0 of 1.
+            ``clock``, ``steps``, ``ends``, ``outcome`` and ``finite``, whole numbers;
+            ``shared.{name}`` and ``momentum.{name}``, the same on all islands; and the entries of
+            `Handle.state_dict`. Among elastic islands, these are of a rank 0 of 1.
         """
         outcome = None if self._under_way is None else self._under_way.result()
         if outcome in ("again", "late"):
@@ -164,6 +170,7 @@ class Outer:
             "steps": self.steps,
             "ends": self._ends,
             "outcome": _OUTCOMES.index(outcome),
+            "finite": int(self._finite),
         }
         memory = self._averager.handle.state_dict()
         if not isinstance(self._islands, Fixed):
@@ -212,6 +219,7 @@ class Outer:
         self._clock, self.steps = numbers["clock"], numbers["steps"]
         outcome, self._ends = _OUTCOMES[numbers["outcome"]], numbers["ends"]
         self._under_way = None if outcome is None else _ended(outcome)
+        self._finite = bool(numbers["finite"])
 
     def close(self) -> None:
         """Exchange nothing more; the model stays as it is."""
@@ -267,8 +275,9 @@ class Outer:
             return arrived
 
         try:
-            if islands.comm is not averager.comm:
+            if islands.comm is not self._connected:
                 averager.connect(islands.comm, self.steps)
+                self._connected = islands.comm
             bad = self._agree()
             void = bad == averager.comm.size or (bad > 0 and self._poison == "void")
             if void:

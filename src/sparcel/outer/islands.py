@@ -234,7 +234,8 @@ class Elastic:
     def committed(self, step: int, tensors: Sequence[Tensor]) -> None:
         """Learn that so many steps have been done, after which islands share these tensors.
 
-        Islands that wait to join get them, while this one goes on.
+        Islands that wait to join get them, while this one goes on, and are expected at its next
+        meeting.
         """
         before = self._read("latest")
         if int(before or 0) < step:
@@ -246,7 +247,9 @@ class Elastic:
                 break  # it has just come
             self._served = place
             if self._store.compare_set(f"host{place}", "", str(self.me)).decode() == str(self.me):
-                copies = [tensor.clone() for tensor in tensors]
+                expected = int(self._store.add(f"{step}/guests", 1))
+                self._store.set(f"{step}/guest{expected}", guest)
+                copies = [tensor.to("cpu", copy=True) for tensor in tensors]
                 arguments = (place, int(guest), step, copies)
                 threading.Thread(target=self._host, args=arguments, daemon=True).start()
 
@@ -281,8 +284,6 @@ class Elastic:
                     came = comm.exchange({}, {0: tensor.nbytes})[0]
                     tensor.view(torch.uint8).copy_(came)
                 comm.close()
-                number = int(self._store.add(f"{int(step)}/guests", 1))
-                self._store.set(f"{int(step)}/guest{number}", str(self.me))
                 return int(step)
 
     def _host_of(self, place: int) -> int:

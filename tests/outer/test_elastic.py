@@ -1,0 +1,152 @@
+"""Islands that come and go, as threads of one process: over links, and over a bucket."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparcel.errors import MismatchError
+from sparcel.outer.places import serve
+from tests.outer.islands import Model, Named, Training, same
+
+PATIENCE = 2.0
+
+
+@pytest.fixture(params=["links", "bucket"])
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """Return a place where islands meet."""
+    if request.param == "bucket":
+        yield str(tmp_path)
+        return
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # otherwise it looks up the machine's name
+    store = serve(0)
+    yield f"tcp://127.0.0.1:{store.port}"
+
+
+class Island(Training):
+    """A training that remembers what was shared after each outer step, and when it was late."""
+
+    def __init__(self, place: str, number: int, **settings: Any) -> None:
+        given = {"every": 1, "least": 2, "patience": PATIENCE} | settings
+        super().__init__(place, number, "default", **given)
+        self.seen: dict[int, Named] = {}
+        self.late = 0
+        self._note()
+
+    def _note(self) -> None:
+        if self.outer.steps:
+            self.seen[self.outer.steps] = self.shared()
+
+    def step(self, poison: float | None = None) -> None:
+        before, shared = self.outer.steps, self.shared()
+        super().step(poison)
+        if self.outer._visiting:
+            self.late += 1
+            assert self.outer.steps > before
+            for name, now in self.local().items():
+                progress, kept = self.before[name] - shared[name], now - self.shared()[name]
+                assert float((progress - kept).abs().max()) < 1e-4
+        self._note()
+
+    @property
+    def members(self) -> list[int]:
+        members: list[int] = self.outer._islands._members  # type: ignore[attr-defined]
+        return members
+
+
+class Run:
+    """One island leads: when it has seen enough, it says after which outer step all stop."""
+
+    def __init__(self) -> None:
+        self.target = 0
+
+    def lead(self, island: Island, enough: Callable[[], bool]) -> None:
+        while not enough():
+            island.step()
+            time.sleep(0.01)
+        self.target = island.outer.steps + 3
+        self.follow(island)
+
+    def follow(self, island: Island) -> None:
+        while not self.target or island.outer.steps < self.target:
+            island.step()
+
+    def join(self, place: str, number: int, after: Island, **settings: Any) -> Island:
+        while not after.outer.steps:  # the run has begun then
+            time.sleep(0.01)
+        island = Island(place, number, **settings)
+        self.follow(island)
+        return island
+
+
+def agree(islands: list[Island]) -> None:
+    """Check that islands shared the same after each outer step that they have seen."""
+    first, *others = islands
+    for other in others:
+        common = first.seen.keys() & other.seen.keys()
+        assert len(common) >= 3
+        assert all(same(first.seen[step], other.seen[step]) for step in common)
+        assert other.outer.steps == first.outer.steps
+
+
+def test_islands_join_leave_and_come_late(place: str) -> None:
+    with ThreadPoolExecutor(3) as threads:
+        first, second = (Island(place, number) for number in range(2))
+        run = Run()  # a third joins, with parameters of its own that do not count
+        joining = threads.submit(run.join, place, 2, after=first, model=Model(seed=5))
+        following = threads.submit(run.follow, second)
+        run.lead(first, lambda: len(first.members) == 3)
+        following.result()
+        third = joining.result()
+        agree([first, second, third])
+
+        run = Run()  # the second calls no more
+        following = threads.submit(run.follow, third)
+        run.lead(first, lambda: len(first.members) == 2)
+        following.result()
+        agree([first, third])
+
+        run = Run()  # it comes back, keeping what it has moved
+        assert not second.late
+        others = [threads.submit(run.follow, one) for one in (second, third)]
+        run.lead(first, lambda: len(first.members) == 3)
+        for one in others:
+            one.result()
+        agree([first, second, third])
+        assert second.late
+
+        with pytest.raises(MismatchError, match="other settings"):
+            Island(place, 3, every=2)
+        run = Run()
+        others = [threads.submit(run.follow, one) for one in (second, third)]
+        run.lead(first, lambda: True)
+        for one in others:
+            one.result()
+        agree([first, second, third])
+        for island in (first, second, third):
+            island.outer.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"every": 2}, "other settings"), ({"model": Model(seed=1)}, "other parameters")],
+    ids=["settings", "parameters"],
+)
+def test_all_are_told_of_an_island_that_differs_at_the_beginning(
+    place: str, settings: dict[str, Any], words: str
+) -> None:
+    first = Island(place, 0)
+    with ThreadPoolExecutor(1) as threads:
+        stepping = threads.submit(first.step)
+        with pytest.raises(MismatchError, match=words):
+            Island(place, 1, **settings)
+        with pytest.raises(MismatchError, match=words):
+            stepping.result()
+    first.outer.close()
