@@ -6,7 +6,7 @@ In some 20 minutes, on nodes of an emulated network, and then by way of files:
 
 A run is disturbed by ``events``: after waits of random length, a process is killed (SIGKILL), be it
 training or about to join, or one more is started, so that 2 to 5 islands train. An undisturbed run
-of 4 islands is as long. Compute is a sleep, so that the cores suffice; an outer step is due every
+of 4 islands takes a minute. Compute is a sleep, so that the cores suffice; an outer step is due every
 20 inner steps, of 60 ms each.
 
 ``goodput`` is the inner steps that took effect, by the seconds in which islands were alive. Inner
@@ -42,6 +42,7 @@ from sparcel.lab import Link, Network, open_network
 
 EVERY, INNER_S, PATIENCE_S, SILENCE_S = 20, 0.06, 5.0, 20.0
 FEWEST, MOST, UNDISTURBED = 2, 5, 4
+UNDISTURBED_S = 60.0
 WAIT_S = 6.0  # from one event to the next, in the mean
 
 
@@ -223,12 +224,11 @@ def main() -> None:
 
 
 def compared(link: Link | None, events: int, seed: int) -> list[Row]:
-    """Return the rows of a disturbed run, and of an undisturbed one that is as long."""
+    """Return the rows of a disturbed run, and of an undisturbed one."""
     rows: list[Row] = []
     for number in (events, 0):
         with open_network(MOST + 1, link) as network, TemporaryDirectory() as name:
-            seconds = rows[0]["seconds"] if rows else 0.0
-            row = run(network, Path(name), number, seed, seconds)
+            row = run(network, Path(name), number, seed, 0.0 if number else UNDISTURBED_S)
         rows.append({"network": network.description, "events": number, **row})
     rows[0]["share"] = rows[0]["goodput"] / rows[1]["goodput"]
     return rows

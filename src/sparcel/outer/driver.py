@@ -265,8 +265,6 @@ class Outer:
     def _attempt(self) -> Outcome:
         """Exchange the fragment, and update what is shared of it."""
         islands, averager, fragment = self._islands, self._averager, self._fragment
-        if not islands.meet(self.steps):
-            return "late"
         finite, bad, arrived = True, 0, False
 
         def decide(ended_finite: bool) -> bool:
@@ -275,6 +273,8 @@ class Outer:
             return arrived
 
         try:
+            if not islands.meet(self.steps):
+                return "late"
             if islands.comm is not self._connected:
                 averager.connect(islands.comm, self.steps)
                 self._connected = islands.comm
