@@ -6,8 +6,8 @@ In some 20 minutes, on nodes of an emulated network, and then by way of files:
 
 A run is disturbed by ``events``: after waits of random length, a process is killed (SIGKILL), be it
 training or about to join, or one more is started, so that 2 to 5 islands train. An undisturbed run
-of 4 islands takes a minute. Compute is a sleep, so that the cores suffice; an outer step is due every
-20 inner steps, of 60 ms each.
+of 4 islands takes a minute. Compute is a sleep, so that the cores suffice; an outer step is due
+every 20 inner steps, of 60 ms each.
 
 ``goodput`` is the inner steps that took effect, by the seconds in which islands were alive. Inner
 steps took effect if their island came through the next outer step in which it took part. An island
