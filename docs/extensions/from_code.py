@@ -33,7 +33,7 @@ Row = tuple[str, str, str]
 ROOMS = [
     "sparcel",
     *("sparcel.analysis", "sparcel.data", "sparcel.delta", "sparcel.linear"),
-    *("sparcel.optim", "sparcel.rows", "sparcel.training"),
+    *("sparcel.optim", "sparcel.outer", "sparcel.rows", "sparcel.training"),
 ]
 """The rooms whose exported names are all public."""
 
