@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import sparcel
 from sparcel.errors import InputError, SparcelError
@@ -340,3 +341,77 @@ def test_the_stand_in_is_like_torchft() -> None:
     assert_alike(stand_ins.ProcessGroupGloo, real)
     hook = stand_ins.ProcessGroupGloo._create_pg
     assert parameters(hook) == parameters(real._create_pg)
+
+
+@pytest.mark.slow
+def test_replicas_of_diloco_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchft = pytest.importorskip("torchft", reason="without torchft")
+    from torchft._torchft import LighthouseServer
+    from torchft.local_sgd import DiLoCo
+
+    ours = fresh(monkeypatch, "sparcel.integrations.torchft")
+    lighthouse = LighthouseServer(
+        bind="[::]:0",
+        min_replicas=2,
+        join_timeout_ms=200,
+        quorum_tick_ms=20,
+        heartbeat_timeout_ms=1000,
+    )
+    after_others, joined = threading.Event(), threading.Event()
+
+    def train(number: int, steps: int, waits: bool = False) -> tuple[list[Tensor], int]:
+        """Train up to an outer step, as one replica, and return the parameters."""
+        if waits:
+            after_others.wait()
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 5))
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        group = ours.SparseProcessGroup(sparcel.scheme("topk", density=0.1), TIMEOUT)
+        manager = torchft.Manager(
+            pg=group,
+            load_state_dict=model.load_state_dict,
+            state_dict=model.state_dict,
+            min_replica_size=2,
+            use_async_quorum=False,
+            timeout=TIMEOUT,
+            rank=0,
+            world_size=1,
+            store_addr="localhost",
+            store_port=store.port,
+            lighthouse_addr=lighthouse.address(),
+            replica_id=f"replica_{number}",
+        )
+        group.follow(manager)
+        generator = torch.Generator().manual_seed(number)
+        with DiLoCo(manager, [model], inner, outer, sync_every=2):
+            while manager.current_step() < steps:
+                inner.zero_grad()
+                model(torch.randn(8, 20, generator=generator)).square().mean().backward()
+                inner.step()
+                if manager.current_step() == 3:
+                    after_others.set()
+                if waits:
+                    joined.set()
+                elif manager.current_step() == 5:
+                    joined.wait()
+        manager.shutdown(wait=False)
+        assert group.state_dict()
+        return [p.detach() for p in model.parameters()], group._comm.size
+
+    with ThreadPoolExecutor(4) as threads:
+        leaving = threads.submit(train, 2, 3)
+        staying = [threads.submit(train, number, 10) for number in range(2)]
+        joining = threads.submit(train, 3, 10, True)
+        try:
+            for future in [leaving, *staying]:
+                future.result(timeout=120)
+        finally:
+            after_others.set()
+            joined.set()
+        ends = [future.result(timeout=120) for future in [*staying, joining]]
+    lighthouse.shutdown()
+    assert [size for _, size in ends] == [3] * 3
+    for parameters_there, _ in ends:
+        assert all(map(torch.equal, parameters_there, ends[0][0]))
