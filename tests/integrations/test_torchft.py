@@ -353,11 +353,12 @@ def test_replicas_of_diloco_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None
     lighthouse = LighthouseServer(
         bind="[::]:0",
         min_replicas=2,
-        join_timeout_ms=200,
+        join_timeout_ms=20_000,  # whoever has made a Manager is waited for
         quorum_tick_ms=20,
         heartbeat_timeout_ms=1000,
     )
-    after_others, joined = threading.Event(), threading.Event()
+    first_ones, after_others = threading.Barrier(3), threading.Event()
+    joined = threading.Event()
 
     def train(number: int, steps: int, waits: bool = False) -> tuple[list[Tensor], int]:
         """Train up to an outer step, as one replica, and return the parameters."""
@@ -384,6 +385,7 @@ def test_replicas_of_diloco_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None
             replica_id=f"replica_{number}",
         )
         group.follow(manager)
+        joined.set() if waits else first_ones.wait()
         generator = torch.Generator().manual_seed(number)
         with DiLoCo(manager, [model], inner, outer, sync_every=2):
             while manager.current_step() < steps:
@@ -392,9 +394,7 @@ def test_replicas_of_diloco_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None
                 inner.step()
                 if manager.current_step() == 3:
                     after_others.set()
-                if waits:
-                    joined.set()
-                elif manager.current_step() == 5:
+                if manager.current_step() == 5:
                     joined.wait()
         manager.shutdown(wait=False)
         assert group.state_dict()
