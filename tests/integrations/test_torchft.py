@@ -23,6 +23,7 @@ from tests.integrations.engines.installing import assert_alike, fresh, install, 
 SIZE = 600
 SUM = dist.ReduceOp.SUM
 TIMEOUT = timedelta(seconds=20)
+TOPK = sparcel.scheme("topk", density=0.05)
 
 
 @dataclass
@@ -93,10 +94,12 @@ class Cluster:
         self.replicas: list[Replica] = []
         self._stores, self._numbers = dist.HashStore(), count()
 
-    def join(self, number: int, scheme: str = "topk", fragments: int = 1, **settings: Any) -> None:
+    def join(
+        self, number: int, scheme: sparcel.Scheme = TOPK, fragments: int = 1, **settings: Any
+    ) -> None:
         """Add new replicas, which know the step of those that are there, and connect all."""
         for _ in range(number):
-            group = self.make(sparcel.scheme(scheme, density=0.05), TIMEOUT, **settings)
+            group = self.make(scheme, TIMEOUT, **settings)
             self.replicas.append(Replica(group, fragments))
         self.connect()
 
@@ -153,7 +156,7 @@ def copies(given: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
 
 @pytest.mark.parametrize("scheme", ["topk", "bidirectional"])
 def test_nothing_is_lost_and_all_get_the_same(cluster: Cluster, scheme: str) -> None:
-    cluster.join(4, scheme)
+    cluster.join(4, sparcel.scheme(scheme, density=0.05))
     for step in range(3):
         given = gradients(4, step, (SIZE, 40))
         before, got = sum(cluster.memories()), copies(given)
@@ -184,8 +187,18 @@ def test_a_step_that_the_manager_refuses_leaves_memory_as_it_was(cluster: Cluste
     assert cluster.average(again) == [True, True]
 
 
-def test_replicas_keep_their_memories_when_others_come_and_go(cluster: Cluster) -> None:
-    cluster.join(3)
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        sparcel.scheme("topk", density=0.05, warmup=(0.3,), warmup_steps=1),
+        sparcel.scheme("oktopk", density=0.05, threshold="reuse"),
+    ],
+    ids=["topk", "oktopk"],
+)
+def test_replicas_keep_their_memories_when_others_come_and_go(
+    cluster: Cluster, scheme: sparcel.Scheme
+) -> None:
+    cluster.join(3, scheme)
     cluster.average(gradients(3, 0))
     before = cluster.memories()[:2]
     cluster.replicas.pop()
@@ -193,12 +206,13 @@ def test_replicas_keep_their_memories_when_others_come_and_go(cluster: Cluster) 
     assert all(map(torch.equal, cluster.memories(), before))
     for step, replicas in ((1, 2), (2, 3)):
         if replicas > len(cluster.replicas):
-            cluster.join(1)
+            cluster.join(1, scheme)
             assert not cluster.replicas[2].memory.any()
         given = gradients(replicas, step)
         owed, got = sum(cluster.memories()), copies(given)
         assert cluster.average(got) == [True] * replicas
         assert all(torch.equal(tensors[0], got[0][0]) for tensors in got)
+        assert 0 < got[0][0].count_nonzero() < 0.2 * SIZE, "the warm-up is over"
         kept = sum(cluster.memories()) + replicas * got[0][0]
         torch.testing.assert_close(kept, owed + sum(parts[0] for parts in given))
 
