@@ -212,7 +212,7 @@ class Outer:
         if not isinstance(self._islands, Fixed):
             memory = _of_rank(memory, comm.rank, comm.size)
         self._averager.handle.load_state_dict(memory)
-        if numbers["steps"] < self.steps:
+        if numbers["steps"] < self.steps and not isinstance(self._islands, Fixed):
             return
         for name, tensor in self._shared.named():
             tensor.copy_(state[name])
