@@ -11,7 +11,9 @@ latest                                    how many steps have been committed
 
 After an exchange all members wait for one another. Whoever has heard from all proposes to commit,
 whoever has not proposes to abort, and the first proposal holds for all. So a step takes effect on
-all its members or on none, whenever one of them dies.
+all its members or on none, whenever one of them dies. What is written of a step is removed when two
+more have been committed. So an island that stood still, and finds ``latest`` beyond its step, may
+have decided alone what the others had decided before, and is late.
 """
 
 from __future__ import annotations
@@ -36,6 +38,9 @@ Connect = Callable[[str, list[int], int, float], ConnectedCommunicator]
 seconds that an exchange may take."""
 
 _POLL_SECONDS = 0.02
+
+_NOTHING = "-"
+"""What no key's value is."""
 
 _GRACE_SECONDS = 3.0
 """How long islands are waited for that may have failed with the last attempt."""
@@ -131,9 +136,11 @@ class Elastic:
         self._members: list[int] = []
         self._attempts: list[tuple[Attempt, int]] = []
         """The latest attempts, whose keys are still in the store, and how many came to each."""
-        self._served = int(store.add("guests", 0))
+        self._known, self._unserved = int(store.add("guests", 0)), set[int]()
+        """How many guests have come, and which of them have no host, as far as it is known."""
         self.comm: ConnectedCommunicator = connect(f"alone{self.me}", [self.me], 0, patience)
         self._alone = True
+        """Whether ``comm`` does not tell which members are there."""
 
     def _check(self, key: str, own: str, what: str) -> None:
         first = self._store.compare_set(key, "", own).decode()
@@ -153,15 +160,19 @@ class Elastic:
             place = int(self._store.add(attempt.key("came"), 1))
             self._store.set(attempt.key(f"island{place}"), str(self.me))
             members = self._agree(attempt)
+            if self._latest() > step + 1:
+                return False
             self._attempts.append((attempt, len(members)))
             if self.me in members:
                 if self._alone or members != self._members:
-                    self._leave()
-                    self._members, self._alone = members, False
+                    self._members, self._alone = members, True
+                    # The former connections end when nothing uses them, and nobody waits for that.
                     self.comm = self._connect(
                         attempt.key("mesh"), members, members.index(self.me), self._patience
                     )
+                    self._alone = False
                 return True
+            self._alone = True  # the others have left these connections
             if self._outcome(attempt) == "commit":
                 return False
         return False
@@ -219,8 +230,8 @@ class Elastic:
         wish = "commit" if arrived else "abort"
         (attempt, _) = self._attempts[-1]
         outcome = self._store.compare_set(attempt.key("outcome"), "", wish).decode()
-        self._alone = outcome == "abort"  # connections to the others have ended
-        return bool(outcome == "commit")
+        self._alone = not arrived or outcome == "abort"  # connections to the others have ended
+        return outcome == "commit" and self._latest() <= attempt.step + 1
 
     def _outcome(self, attempt: Attempt) -> str:
         """Wait for the outcome of an attempt of others, who may die of it."""
@@ -241,11 +252,13 @@ class Elastic:
         if int(before or 0) < step:
             self._store.compare_set("latest", before or "", str(step))
         self._forget(step - 2)
-        for place in range(self._served + 1, int(self._store.add("guests", 0)) + 1):
+        known, self._known = self._known, int(self._store.add("guests", 0))
+        self._unserved.update(range(known + 1, self._known + 1))
+        for place in sorted(self._unserved):
             guest = self._read(f"guest{place}")
             if guest is None:
-                break  # it has just come
-            self._served = place
+                continue  # it has just come, or died in that moment
+            self._unserved.remove(place)
             if self._store.compare_set(f"host{place}", "", str(self.me)).decode() == str(self.me):
                 expected = int(self._store.add(f"{step}/guests", 1))
                 self._store.set(f"{step}/guest{expected}", guest)
@@ -303,22 +316,18 @@ class Elastic:
         """Tell whether others have met already for the step, and wait."""
         return int(self._store.add(self._next_attempt(step).key("came"), 0)) > 0
 
-    def _leave(self) -> None:
-        with suppress(CommunicationError):
-            self.comm.close()
-
     def close(self) -> None:
         """Take part in no more steps."""
-        self._leave()
+        with suppress(CommunicationError):
+            self.comm.close()
 
     def _latest(self) -> int:
         return int(self._read("latest") or 0)
 
     def _read(self, key: str) -> str | None:
-        if not self._store.check([key]):
-            return None
-        value: bytes = self._store.get(key)
-        return value.decode()
+        # One request; between check() and get(), a key may be removed.
+        value = self._store.compare_set(key, _NOTHING, _NOTHING).decode()
+        return None if value == _NOTHING else value
 
 
 Islands = Fixed | Elastic
