@@ -99,6 +99,8 @@ def agree(islands: list[Island]) -> None:
 def test_islands_join_leave_and_come_late(place: str) -> None:
     with ThreadPoolExecutor(3) as threads:
         first, second = (Island(place, number) for number in range(2))
+        store = first.outer._islands._store  # type: ignore[union-attr]
+        store.add("guests", 1)  # one dies while it asks to join
         run = Run()  # a third joins, with parameters of its own that do not count
         joining = threads.submit(run.join, place, 2, after=first, model=Model(seed=5))
         following = threads.submit(run.follow, second)
