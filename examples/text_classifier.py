@@ -5,15 +5,17 @@ the lines. FILE has columns separated by tabs, named label and text:
 
     python examples/text_classifier.py FILE
     torchrun --nproc-per-node 2 examples/text_classifier.py FILE
+    mpiexec -n 2 python examples/text_classifier.py FILE
 """
 
-import os
 import sys
 
+from sparcel.comm import world
 from sparcel.linear import SparseLogisticRegression
 from sparcel.rows import HashedNGrams, Text
 
-rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+comm = world()
+rank, ranks = (0, 1) if comm is None else (comm.rank, comm.size)
 words = HashedNGrams("word", (1, 2), dimensions=2**20)
 rows = Text("tsv", words).read(sys.argv[1], rank, ranks)
 model = SparseLogisticRegression(epochs=10, tol=None).fit(rows)

@@ -95,10 +95,52 @@ def test_what_coordinate_descent_does_not_do_is_said_in_words():
 def test_regression_reaches_ridge_regression():
     X, y = problem()
     targets = X @ np.arange(12.0) + 3 + 0.1 * y
-    model = SparseLinearRegression(l2=0.05, epochs=3000, tol=None, eta0=5.0).fit(X, targets)
+    model = SparseLinearRegression(l2=0.05, epochs=3000, tol=None).fit(X, targets)
     ridge = Ridge(alpha=0.05 * 400, tol=1e-10).fit(X.toarray(), targets)
     assert model.coef_ == pytest.approx(ridge.coef_, abs=1e-3)
     assert model.intercept_ == pytest.approx(ridge.intercept_, abs=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("solver", ["sgd", "scd"])
+@pytest.mark.parametrize(("factor", "shift"), [(2.0**-9, 0.0), (-(2.0**12), 1e4)])
+def test_a_regression_does_not_depend_on_the_unit_of_its_targets(solver, ranks, factor, shift):
+    X, _ = problem(rows=90)
+    own = np.arange(90) % 6 // 2  # as many rows a rank, but other targets
+    given = X @ np.arange(12.0) + 5 * own
+
+    def run(comm, targets):
+        mine = own == comm.rank if ranks > 1 else slice(None)
+        model = SparseLinearRegression(solver=solver, batch_size=10, epochs=30)
+        model.fit(X[mine], targets[mine], sample_weight=1 + own[mine], group=comm)
+        return np.append(model.coef_, model.intercept_), model.n_iter_
+
+    (one, steps), *_ = simulate(ranks, lambda comm: run(comm, given)).results
+    (two, as_many), *_ = simulate(ranks, lambda comm: run(comm, factor * given + shift)).results
+    assert steps == as_many
+    assert (two - [*[0] * 12, shift]) / factor == pytest.approx(one, rel=1e-4, abs=1e-3)
+    assert SparseLinearRegression().fit(X, given).score(X, given) > 0.99
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("solver", ["sgd", "scd"])
+def test_a_warm_start_begins_with_the_model_that_is_there(solver, ranks):
+    X, y = problem()
+
+    def run(comm):
+        own = slice(comm.rank, None, comm.size)
+        cold = SparseLogisticRegression(solver=solver, epochs=12, tol=None)
+        warm = clone(cold).set_params(warm_start=True, epochs=10)
+        for model in (cold, warm):
+            model.fit(X[own], y[own], group=comm)
+        again = clone(cold).set_params(epochs=2).fit(X[own], y[own], group=comm)
+        warm.set_params(epochs=2).fit(X[own], y[own], group=comm)
+        assert warm.n_iter_ == 2
+        return [model.epochs_[-1].loss for model in (cold, warm, again)]
+
+    for cold, warm, again in simulate(ranks, run).results:
+        assert warm == pytest.approx(cold, rel=0.02)
+        assert again > 1.1 * cold
 
 
 @pytest.mark.parametrize(
@@ -311,7 +353,7 @@ def test_a_model_that_is_not_finite_is_never_returned(solver, epochs):
 
 def test_a_training_that_ends_too_early_warns():
     X, y = problem()
-    with pytest.warns(ConvergenceWarning, match="still falling by more than tol=0.001 after 7"):
+    with pytest.warns(ConvergenceWarning, match="after 7 epochs by more than tol=0.001"):
         SparseLinearRegression(epochs=7).fit(X, y * 1000.0)
 
 

@@ -154,7 +154,8 @@ WRONG = {
     "3:1e400": "the value in '3:1e400' is no finite number in float32",
     "3:1e39": "the value in '3:1e39' is no finite number in float32",
     "3:0x10": "the value in '3:0x10' is no finite number in float32",
-    "0:1": "indices begin with 1, got '0:1': pass index_from=0",
+    "0:1": "indices begin with 1, got '0:1': read_svmlight takes index_from=0, sparcel"
+    " linear fit --index-from 0",
     "2:1": "indices must increase within a line, got '2:1' after index 2",
     "1:1": "indices must increase within a line, got '1:1' after index 2",
     "31:1": "'31:1' needs dimensions=31 or more, not 30",

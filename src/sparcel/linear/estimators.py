@@ -16,8 +16,9 @@ from sparcel.linear.coordinates import MOST_HELD, Coordinates
 from sparcel.linear.inputs import as_matrix, as_rows, opened, product, sample_weights
 from sparcel.linear.parameters import SOLVERS, Parameters
 from sparcel.linear.ranks import ranks_of, run_or_fail_everywhere
+from sparcel.linear.scd.solver import Scd
 from sparcel.linear.settings import Settings
-from sparcel.linear.sgd.weights import Weights, WholeModel
+from sparcel.linear.sgd.weights import WholeModel
 from sparcel.linear.trainer import Epoch, Examples, Trainer
 from sparcel.linear.training import make_trainer, prepare
 from sparcel.rows.rows import Array
@@ -63,6 +64,11 @@ def _documented(estimator: type[E]) -> type[E]:
 class _Linear(Parameters, BaseEstimator):  # type: ignore[misc]
     """What the estimators share: their parameters, and a training on all ranks.
 
+    Parameters
+    ----------
+    warm_start
+        Whether `fit` begins with the model that it finds, and not anew.
+
     Attributes
     ----------
     coef_
@@ -76,6 +82,7 @@ class _Linear(Parameters, BaseEstimator):  # type: ignore[misc]
         How many epochs the model was trained for.
     """
 
+    warm_start: bool = False
     coef_: Any = field(init=False)
     intercept_: Any = field(init=False)
 
@@ -98,7 +105,7 @@ class _Linear(Parameters, BaseEstimator):  # type: ignore[misc]
         return tags
 
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None, group: Group = None) -> Self:
-        """Fit the model to the rows of all ranks.
+        """Fit the model to the rows of all ranks; with ``warm_start``, from where it is.
 
         Parameters
         ----------
@@ -126,7 +133,7 @@ class _Linear(Parameters, BaseEstimator):  # type: ignore[misc]
         classes: Sequence[Any] | None = None,
     ) -> Self:
         """Fit a new model, or pass ``once`` over more rows; all ranks call."""
-        comm, fresh = ranks_of(group), not (once and hasattr(self, "coef_"))
+        comm, fresh = ranks_of(group), not ((once or self.warm_start) and hasattr(self, "coef_"))
         X = opened(X, comm, None if fresh else self.n_features_in_)
 
         def own() -> tuple[Settings, Examples]:
@@ -140,20 +147,18 @@ class _Linear(Parameters, BaseEstimator):  # type: ignore[misc]
         settings, given = run_or_fail_everywhere(comm, own)
         examples = self._examples(given, classes, fresh, comm)
         epochs: list[Epoch] = []
-        trainer: Trainer
+        trainer = self._trainer(settings, examples, comm, once, fresh)
         if once:
-            trainer = prepare(examples, settings, comm, self._begin(settings, examples))
             trainer.epochs = getattr(self, "n_iter_", 0)
             epochs.append(trainer.epoch())
         else:
-            trainer = make_trainer(examples, settings, comm)
             trainer.train(epochs.append)
             trainer.forget_rows()
             if trainer.still_falls:
+                other = ", or try another eta0 or solver='scd'" if settings.solver == "sgd" else ""
                 warnings.warn(
-                    f"the loss was still falling by more than tol={settings.tol} after"
-                    f" {settings.epochs} epochs: allow more, or choose eta0 to the scale of the"
-                    " data, as regression needs, or solver='scd'",
+                    f"the loss was still falling after {settings.epochs} epochs by more than"
+                    f" tol={settings.tol} allows: take more epochs{other}",
                     ConvergenceWarning,
                     stacklevel=3,
                 )
@@ -174,18 +179,35 @@ class _Linear(Parameters, BaseEstimator):  # type: ignore[misc]
         )
         return checked
 
-    def _begin(self, settings: Settings, examples: Examples) -> Weights:
-        """Return the model that a pass begins with: where the last one, or `fit`, ended."""
+    def _trainer(
+        self,
+        settings: Settings,
+        examples: Examples,
+        comm: Communicator | None,
+        once: bool,
+        fresh: bool,
+    ) -> Trainer:
+        """Return what trains: a new model if ``fresh``, or on from where training last ended."""
         width, rows = examples.width, examples.rows
+        if fresh and not once:
+            return make_trainer(examples, settings, comm)
+        if settings.solver == "scd":
+            scd = Scd(examples, settings, comm)
+            scd.begin(*self._model(width))
+            return scd
         empty = settings.weights(width, rows.values.dtype)
         kept: WholeModel | None = getattr(self, "_whole", None)
         if kept is not None and kept.is_like(empty, rows.dimensions):
-            return kept.expanded()
+            return prepare(examples, settings, comm, kept.expanded())
         weights = empty.sized(rows.dimensions)
-        if hasattr(self, "n_iter_"):
-            self.densify()
-            weights.load(np.reshape(self.coef_, (width, -1)).T, np.ravel(self.intercept_))
-        return weights
+        if not fresh:
+            weights.load(*self._model(width))
+        return prepare(examples, settings, comm, weights)
+
+    def _model(self, width: int) -> tuple[Array, Array]:
+        """Return the coordinates ``[dimensions, width]`` and the intercepts ``[width]``."""
+        self.densify()
+        return np.reshape(self.coef_, (width, -1)).T, np.ravel(self.intercept_)
 
     def _keep(self, fitted: Coordinates, whole: WholeModel | None) -> None:
         """Take over a model that is trained, and what a pass over more rows goes on from."""

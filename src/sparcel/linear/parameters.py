@@ -43,8 +43,10 @@ class Parameters:
         The most passes over the rows, or, with ``"scd"``, over the coordinates.
     tol
         Training ends earlier when five epochs (of few rows, 100 steps) did not bring the mean loss
-        so much below the lowest before them; None goes through all epochs. The penalty does not
-        count: where ``l2`` or ``l1`` is so large that it rules, only None goes to the end.
+        so much below the lowest before them; None goes through all epochs. ``"scd"`` goes on to a
+        tenth of it, because its losses are exact; in a regression it is a share of the variance of
+        the targets. The penalty does not count: where ``l2`` or ``l1`` is so large that it rules,
+        only None goes to the end.
     batch_size
         The most rows that each rank takes one step with, in [1, 32768].
     step
@@ -52,7 +54,8 @@ class Parameters:
         ``"inverse_sqrt"`` or ``"bold_driver"``; in Python also a function from the epochs done to
         a size.
     eta0
-        The size of the first step.
+        The size of the first step; for ``"adagrad"`` in a regression, in standard deviations of the
+        targets.
     average
         Whether the model is the average of the models after each step. Needs l1 = 0.
     block
@@ -61,7 +64,8 @@ class Parameters:
         Whether the model has an intercept.
     asynchronous
         Whether a gradient is computed while the one before is summed over the ranks. The model that
-        it is taken at is then older by one step, on every rank and in every run.
+        it is taken at is then older by one step, on every rank and in every run, except in the
+        first step of an epoch.
     algorithm
         How ranks share gradients. ``"sharded"`` gives each coordinate an owner, to which gradients
         go and from which each rank gets what its next batch needs. Otherwise every rank holds the

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from math import prod
-from typing import Any, TypeVar
+from math import hypot, prod, sqrt
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,24 @@ from sparcel.stream import SparseStream
 T = TypeVar("T")
 
 _COLLECTED, _SCATTERED = Call.of("collected", {}), Call.of("scattered", {})
+
+
+class Whole(NamedTuple):
+    """What the rows of all ranks have together.
+
+    Attributes
+    ----------
+    weight
+        The sum of their weights.
+    mean
+        Where an intercept begins: the mean target of a regression; 0 for classes.
+    spread
+        The root mean square distance of targets from there, above 0; 1 for classes.
+    """
+
+    weight: float
+    mean: float = 0.0
+    spread: float = 1.0
 
 
 def ranks_of(group: Group) -> Communicator | None:
@@ -120,8 +138,8 @@ def _bytes(rows: Array) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(rows).reshape(-1).view(np.uint8))
 
 
-def check_alike(examples: Examples, settings: Settings, comm: Communicator | None) -> float:
-    """Return the weight of all ranks' rows; all ranks call.
+def check_alike(examples: Examples, settings: Settings, comm: Communicator | None) -> Whole:
+    """Return what the rows of all ranks have together; all ranks call.
 
     Raises
     ------
@@ -133,8 +151,9 @@ def check_alike(examples: Examples, settings: Settings, comm: Communicator | Non
     dtype = rows.values.dtype
     weight = float(len(rows) if weights is None else weights.sum(dtype=np.float64))
     described = f"{settings.described()}, width={examples.width}"
-    own = [len(rows), weight, rows.dimensions, str(dtype), described]
-    counts, each, widths, dtypes, told = zip(
+    moments = _moments(examples, weight) if settings.loss == "squared" else (0.0, 0.0)
+    own = [len(rows), weight, *moments, rows.dimensions, str(dtype), described]
+    counts, each, means, spreads, widths, dtypes, told = zip(
         *gathered(comm, own, "shape of rows and settings"), strict=True
     )
     if max(counts) == 0:
@@ -152,7 +171,23 @@ def check_alike(examples: Examples, settings: Settings, comm: Communicator | Non
         raise InputError(
             f"ranks must have the same settings, got {' and '.join(sorted(set(told)))}"
         )
-    return float(sum(each))
+    if settings.loss != "squared":
+        return Whole(float(sum(each)))
+    shares = np.array(each) / sum(each)
+    mean = float(shares @ np.array(means)) if settings.fit_intercept else 0.0
+    distances = [*np.sqrt(shares) * spreads, *np.sqrt(shares) * (np.array(means) - mean)]
+    return Whole(float(sum(each)), mean, hypot(*distances) or abs(mean) or 1.0)
+
+
+def _moments(examples: Examples, weight: float) -> tuple[float, float]:
+    """Return the mean of this rank's targets, and their root mean square distance from it."""
+    if weight == 0:
+        return 0.0, 0.0
+    targets, weights = examples.targets.astype(np.float64), examples.weights
+    mean = float(np.average(targets, weights=weights))
+    distances = np.abs(targets - mean)
+    peak = float(distances.max()) or 1.0  # squares of the distances themselves might overflow
+    return mean, peak * sqrt(np.average((distances / peak) ** 2, weights=weights))
 
 
 def run_or_fail_everywhere(comm: Communicator | None, own: Callable[[], T]) -> T:

@@ -97,6 +97,8 @@ class Trainer(ABC):
         The ranks; None for one alone.
     clock
         Counts what this rank waits for others.
+    spread
+        Of the targets of a regression, whose loss goes with its square; 1 for classes.
 
     Attributes
     ----------
@@ -113,9 +115,14 @@ class Trainer(ABC):
     steps: int
     _remedy: str
     """What helps when the loss is not finite."""
+    _finer = 1.0
+    """What ``tol`` is multiplied by."""
 
-    def __init__(self, settings: Settings, comm: Communicator | None, clock: Stopwatch) -> None:
+    def __init__(
+        self, settings: Settings, comm: Communicator | None, clock: Stopwatch, spread: float
+    ) -> None:
         self._settings, self._comm, self.clock = settings, comm, clock
+        self._tol = None if settings.tol is None else settings.tol * self._finer * spread**2
         self.epochs, self.losses = 0, list[float]()
 
     def train(
@@ -132,11 +139,11 @@ class Trainer(ABC):
     def still_falls(self) -> bool:
         """Whether all epochs were used and the loss was still falling by more than ``tol``."""
         is_over = self.epochs >= self._settings.epochs
-        return self._settings.tol is not None and is_over and not self._stalls(_PATIENT_EPOCHS)
+        return self._tol is not None and is_over and not self._stalls(_PATIENT_EPOCHS)
 
     def _stalls(self, patience: int) -> bool:
         """Tell whether the last ``patience`` losses are not ``tol`` below the lowest before."""
-        losses, tol = self.losses, self._settings.tol
+        losses, tol = self.losses, self._tol
         if tol is None or len(losses) <= patience:
             return False
         return min(losses[-patience:]) > min(losses[:-patience]) - tol

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 
 from sparcel import _cpu
@@ -69,11 +67,15 @@ def prepare(
     numbering, batches = run_or_fail_everywhere(comm, arranged)
     if weights is None:
         _cpu.drop_kept()  # buffers of reading and arranging, which a single pass would need again
-    check_alike(examples, settings, comm)
+    _, mean, spread = check_alike(examples, settings, comm)
     told = gathered(comm, [len(batches), most_entries(batches)], "batches")
     counts, entries = zip(*told, strict=True)
     empty = settings.weights(width, rows.values.dtype)
-    make_sgd = partial(Sgd, batches=batches, counts=counts, settings=settings, comm=comm)
+
+    def make_sgd(model: Replicated | Sharded) -> Sgd:
+        model.weights.begin(mean, spread)
+        return Sgd(model, batches, counts, settings, comm)
+
     if settings.algorithm == SHARDED and comm is not None and weights is None:
         return make_sgd(Sharded(empty, rows.dimensions, batches, comm, settings.rounding()))
     algorithm = "auto" if settings.algorithm == SHARDED else settings.algorithm

@@ -85,18 +85,20 @@ class Scd(Trainer):
     """
 
     _remedy = "scale the data"
+    _finer = 0.1  # its losses are exact, and fall evenly
 
     def __init__(
         self, examples: Examples, settings: Settings, comm: Communicator | None = None
     ) -> None:
-        super().__init__(settings, comm, Stopwatch())
         rows, width = examples.rows, examples.width
         run_or_fail_everywhere(comm, lambda: _check(rows))
-        self._weight = check_alike(examples, settings, comm)
+        self._weight, mean, spread = check_alike(examples, settings, comm)
+        super().__init__(settings, comm, Stopwatch(), spread)
         self._dimensions = rows.dimensions
         self._rows = by_coordinates(examples, settings.fit_intercept, comm)
         self.columns = self._rows.columns
         self.values = np.zeros((self._rows.size, width), rows.values.dtype)
+        self.values[len(self.columns) :] = mean  # of the intercept, which may be missing
         self._margins = np.zeros((len(rows), width))
         # Rank r owns the coordinates from slices[r] on.
         self.slices = np.array(regions(self._rows.size, comm.size if comm else 1))
@@ -126,6 +128,12 @@ class Scd(Trainer):
             each = torch.tensor(own, dtype=torch.float64)
             own = self.clock.timed(lambda: comm.run(lambda: plain_sum(each, comm))).item()
         return own / self._weight
+
+    def begin(self, coordinates: Array, intercepts: Array) -> None:
+        """Begin with a model: coordinates ``[dimensions, width]``, intercepts ``[width]``."""
+        count = len(self.columns)
+        self.values[:count] = coordinates[self.columns]
+        self.values[count:] = intercepts
 
     def fitted(self, everywhere: bool = True) -> tuple[Coordinates, None]:
         """See `Trainer.fitted`; every rank has the model."""

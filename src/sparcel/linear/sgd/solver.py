@@ -55,7 +55,7 @@ class Sgd(Trainer):
         settings: Settings,
         comm: Communicator | None = None,
     ) -> None:
-        super().__init__(settings, comm, model.clock)
+        super().__init__(settings, comm, model.clock, model.weights.spread)
         self.model, self.batches, self._counts = model, batches, counts
         self._sizes = StepSizes(settings.step, settings.eta0)
         self._rank = 0 if comm is None else comm.rank
@@ -84,6 +84,8 @@ class Sgd(Trainer):
 
     def _start(self, step: int, gradient: Array) -> Callable[[], None]:
         rate, later = self._sizes.at(self.epochs + step / self.steps), self._settings.asynchronous
+        if self._sizes.adaptive:  # other steps go with the gradient, and so with the targets
+            rate *= self.model.weights.spread
         numbers, wanted = self._numbers[step], self._numbers[step + 1 + later]
         wait = self.model.start(numbers, gradient, rate, wanted, later)
 

@@ -80,7 +80,7 @@ class Weights:
         self.rows = _zeros((count, (2 if self.adaptive else 1) * width + settles), dtype)
         self.sums = _zeros((count, width), dtype) if self.average else None
         self.intercept, self.intercept_squares, self.intercept_sums = np.zeros((3, width))
-        self.steps, self.scales = 0, 0.0
+        self.steps, self.scales, self.spread = 0, 0.0, 1.0
         self._model = _cpu.LinearModel(self.rows, width, self.adaptive, self.l1, self.l2)
 
     def read_at(self, columns: Array | Tensor) -> Array:
@@ -181,6 +181,17 @@ class Weights:
         if self.adaptive:
             self.rows[:, self.width : 2 * self.width] = np.asarray(coordinates) != 0
 
+    def begin(self, mean: float, spread: float) -> None:
+        """Learn what the targets are like, unless steps were taken before.
+
+        A new model's intercept begins at their mean. Their spread is the unit of AdaGrad's steps,
+        whose lengths do not depend on the gradient's.
+        """
+        if self.steps == 0:
+            self.spread = spread
+            if self.fits_intercept and not (self.intercept.any() or self.rows.any()):
+                self.intercept[:] = mean
+
     def sized(self, dimensions: int) -> Self:
         """Return a new model of other dimensions, with the same settings."""
         return replace(self, dimensions=dimensions)
@@ -192,7 +203,8 @@ class Weights:
 
     def state(self) -> dict[str, Array]:
         """Return all that steps change: the arrays themselves, which the next step changes."""
-        counts = np.array([self.steps, self.scales, self._model.scale, self._model.now])
+        model = self._model
+        counts = np.array([self.steps, self.scales, self.spread, model.scale, model.now])
         arrays = {name: getattr(self, name) for name in _ARRAYS}
         return {"counts": counts, **{k: array for k, array in arrays.items() if array is not None}}
 
@@ -202,8 +214,8 @@ class Weights:
 
     def restore(self, state: Mapping[str, Array]) -> None:
         """Take over the state of a model with the same settings, bit by bit."""
-        steps, self.scales, self._model.scale, self._model.now = state["counts"].tolist()
-        self.steps = int(steps)
+        steps, self.scales, self.spread, *of_model = state["counts"].tolist()
+        self.steps, (self._model.scale, self._model.now) = int(steps), of_model
         for name in state.keys() & set(_ARRAYS):
             getattr(self, name)[...] = state[name]
 
