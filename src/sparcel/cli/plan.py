@@ -86,7 +86,10 @@ def plan(
         str, typer.Option(help="Latency of a message inside a machine.")
     ] = "10us",
     topology: Annotated[
-        str, typer.Option(help="all-reduce, or parameter-server: all ranks send to one.")
+        str,
+        typer.Option(
+            help="all-reduce, or parameter-server: each machine has a link of its own to it."
+        ),
     ] = "all-reduce",
     bucket: Annotated[
         float, typer.Option(min=0.001, help="MiB of gradients in a bucket of DDP.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from sparcel._checks import check_type
@@ -13,7 +14,7 @@ from sparcel.formats import Format, format_named
 from sparcel.plan.models import Model, model_of
 from sparcel.plan.outer import outer_instead, outer_steps
 from sparcel.plan.recorded import UNNAMED
-from sparcel.plan.server import through_server
+from sparcel.plan.server import SERVED
 from sparcel.plan.steps import (
     DENSE,
     PlannedStep,
@@ -126,7 +127,9 @@ def plan(
     bucket_bytes
         Of the float32 gradients that travel together.
     topology
-        ``"all-reduce"``, or ``"parameter-server"``: all ranks send to one, and get from it.
+        ``"all-reduce"``, or ``"parameter-server"``: each rank sends to one server, and gets the sum
+        from it, over a link that it shares with the ranks of its node alone. The server takes no
+        time, as in ScaleCom's appendix F.
     format
         How the streams of sparse methods travel, by name or as a `Format`; ``"auto"`` for the exact
         one that takes the least time.
@@ -160,7 +163,10 @@ def plan(
     def rows(rates: Rates) -> tuple[PlannedStep, ...]:
         nodes = ON_NODES if 1 < rates.ranks_per_node < rates.ranks else ()
         if topology == "parameter-server":
-            found = [mean_step(name, work, through_server(name, rates), rates) for name in _SERVED]
+            found = [
+                mean_step(name, work, partial(predict, stages, rates=rates), rates)
+                for name, stages in SERVED.items()
+            ]
         else:
             methods = (*DENSE, *SPARSE, *nodes)
             found = [mean_step(name, work, _in_ring(name, rates), rates) for name in methods]
@@ -174,8 +180,6 @@ def plan(
     instead = outer_instead(found[0], work, rates) if islands else None
     return Plan(work, rates, found, _flip(rows, rates), topology, outer, instead)
 
-
-_SERVED = (*DENSE, "topk", "scalecom")
 
 _UNNAMED_FORMAT = format_named(RECOMMENDED["format"])
 

@@ -172,6 +172,8 @@ def not_counted(plan: Plan) -> str:
     if plan.rates.measured:
         times = "of CPUs"
     gpu = f"Not predicted: any time on a GPU. Times of work are those {times}."
+    if plan.topology == "parameter-server":
+        gpu = f"Not counted: the server's own time.\n{gpu}"
     density = plan.workload.density
     if plan.workload.steps is not None or front_loaded(density, 0) == density:
         return gpu
