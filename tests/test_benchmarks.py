@@ -9,11 +9,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.network import scale, tree
+from benchmarks.network import balancing, scale, tree
 from benchmarks.network import two_tiers_bytes as counted
 from benchmarks.training import frontier
 from benchmarks.training import fsdp_model as fsdp
-from sparcel import simulate
+from sparcel import simulate, topk
 
 
 @given(st.sampled_from([1, 2, 3, 5, 8]), st.integers(0, 60), st.sampled_from([1, 8, 20, 1000]))
@@ -41,6 +41,23 @@ def test_two_tiers_count_every_method() -> None:
 def test_scale_measures_every_collective() -> None:
     for name in scale.NAMES:
         assert scale.measure(name, 4, 1000, 10)["ranks"] == 4
+
+
+def test_balancing_spares_an_owner_whose_region_has_everything() -> None:
+    ranks, k, size = 4, 1000, 100_000
+    vectors = torch.zeros(ranks, size)
+    vectors[:, : size // ranks] = torch.rand(ranks, size // ranks)
+    rows = balancing.measured([topk(vector, k) for vector in vectors], k)
+    found = {(row["regions"], row["blocks"]): row for row in rows}
+    everything = (ranks - 1) * 8 * k
+    assert found["equal", "direct"]["reduce_bytes"] >= everything
+    assert found["equal", "direct"]["gather_bytes"] >= everything
+    assert found["equal", "evened"]["gather_bytes"] < everything
+    for regions in ("averaged", "counted"):
+        for blocks in balancing.BLOCKS:
+            row = found[regions, blocks]
+            assert row["reduce_bytes"] < everything / 2
+            assert row["gather_bytes"] < everything / 2
 
 
 @pytest.mark.processes

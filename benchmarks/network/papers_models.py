@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from benchmarks.pages.tables import table
 from sparcel.cost import stated_rates
@@ -90,7 +90,8 @@ Claim = tuple[str, str, float, float | None]
 """What the text says, its number, ours of messages alone, and ours with all work."""
 
 
-def claims() -> list[Claim]:
+@cache
+def claims() -> Sequence[Claim]:
     """Return the figures in ScaleCom's appendix F, and ours."""
     few, many = Accelerators(), Accelerators(128)
     wide, many_wide = Accelerators(bandwidth=64e9), Accelerators(128, bandwidth=64e9)
@@ -179,15 +180,18 @@ CASES = (
 )
 
 
-def throughput_rows() -> Iterator[tuple[str, dict[str, float], float, float]]:
-    """Yield a model, its exchanges, and gTop-k's gain over dense exchanges: theirs and ours.
+@cache
+def throughputs() -> Sequence[tuple[str, dict[str, float], float, float]]:
+    """Return each model, its exchanges, and gTop-k's gain over dense exchanges: theirs and ours.
 
     A step of gTop-k stands for the computation, which the paper does not tell.
     """
+    found = []
     for case in CASES:
         computed, exchanges = case.step(case.gtopk), case.exchanges()
         ours = (computed + exchanges["dense fp32"]) / (computed + exchanges["gtopk"])
-        yield case.model.name, exchanges, case.gtopk / case.dense, ours
+        found.append((case.model.name, exchanges, case.gtopk / case.dense, ours))
+    return found
 
 
 def throughput_table() -> Iterator[str]:
@@ -197,7 +201,7 @@ def throughput_table() -> Iterator[str]:
         *("gTop-k, Table IV", "dense step", "top-k", "gTop-k", "our dense exchange"),
         *("top-k", "gTop-k", "gain, theirs", "ours"),
     )
-    rows = zip(CASES, throughput_rows(), strict=True)
+    rows = zip(CASES, throughputs(), strict=True)
     return table(
         columns,
         (
@@ -213,14 +217,16 @@ def throughput_table() -> Iterator[str]:
     )
 
 
-def reduce_rows() -> Iterator[tuple[int, Sequence[float], Sequence[float]]]:
-    """Yield ranks and the seconds of top-k and gTop-k of gTop-k's Figure 9: theirs, and ours.
+@cache
+def sums() -> Sequence[tuple[int, Sequence[float], Sequence[float]]]:
+    """Return ranks and the seconds of top-k and gTop-k of gTop-k's Figure 9: theirs, and ours.
 
     Theirs are its Table I: log₂P·α + 2(P − 1)kβ, and 2·log₂P·α + 4k·log₂P·β.
     """
     case = Throughput(Model("25 M", 25_000_000), 1, 1, 1, 1)
     k = case.DENSITY * case.model.parameters
     word_s = 4 / case.BANDWIDTH
+    found = []
     for power in range(2, 8):
         ranks = 1 << power
         theirs = (
@@ -228,10 +234,11 @@ def reduce_rows() -> Iterator[tuple[int, Sequence[float], Sequence[float]]]:
             2 * power * case.LATENCY_S + 4 * k * power * word_s,
         )
         ours = case.exchanges(ranks)
-        yield ranks, theirs, (ours["topk"], ours["gtopk"])
+        found.append((ranks, theirs, (ours["topk"], ours["gtopk"])))
+    return found
 
 
-def reduce_table() -> Iterator[str]:
+def sums_table() -> Iterator[str]:
     """Yield the lines of gTop-k's Figure 9, on the left."""
     return table(
         ("P", "top-k, their formula", "ours", "gTop-k, their formula", "ours"),
@@ -240,14 +247,14 @@ def reduce_table() -> Iterator[str]:
                 str(ranks),
                 *(f"{1e3 * one:.1f} ms" for pair in zip(theirs, ours, strict=True) for one in pair),
             )
-            for ranks, theirs, ours in reduce_rows()
+            for ranks, theirs, ours in sums()
         ),
     )
 
 
 def main() -> None:
     """Print all tables."""
-    for lines in (claims_table(), throughput_table(), reduce_table()):
+    for lines in (claims_table(), throughput_table(), sums_table()):
         print(*lines, "", sep="\n")
 
 

@@ -228,6 +228,12 @@ def optimizers() -> Faults:
             yield f"{page} does not have: {words}"
 
 
+def papers() -> Faults:
+    report: Any = importlib.import_module("benchmarks.pages.papers")
+    lines = (line for line in report.all_tables() if line)
+    yield from absent("docs/records/papers.md", lines, at_least=100)
+
+
 def plan() -> Faults:
     page = "docs/how-to/choose.md"
     plans: Any = importlib.import_module("benchmarks.pages.plans")
@@ -275,6 +281,7 @@ CHECKS: tuple[Callable[[], Faults], ...] = (
     fsdp,
     linear,
     optimizers,
+    papers,
     plan,
     schedule,
     trainings,
