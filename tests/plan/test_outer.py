@@ -98,7 +98,7 @@ def test_the_answer_goes_from_dense_to_attach_to_outer_as_links_get_slower(model
 @pytest.mark.parametrize("rates", LINKS)
 def test_outer_steps_are_advised_by_the_stated_rule(rates):
     intervals = set()
-    for compute in (1e-4 * 1.25**power for power in range(60)):
+    for compute in (1e-4 * 1.4**power for power in range(40)):
         made = plan(SIZE, compute_s=compute, rates=rates)
         wait = min(row.exposed / row.step for row in made.rows)
         intervals.add(None if made.instead is None else made.instead.every)
