@@ -32,6 +32,9 @@ from sparcel.collectives.regions import average_boundaries, balanced_boundaries
 from sparcel.comm import Communicator
 from sparcel.wire import Wire
 
+WORDS, LENGTH, BATCHES = 50_000, 32, 4
+DENSITY = 0.01
+
 Bounds = Callable[[SparseStream, Communicator], list[int]]
 
 REGIONS: dict[str, Bounds] = {
@@ -72,15 +75,15 @@ class Run:
         return {"ms": self.ms - (other.ms if other else 0.0), "bytes": worst}
 
 
-def accumulated(rank: int, words: int, steps: int, length: int = 32) -> Tensor:
-    """Return the sum of a rank's gradients at ``steps`` batches, ``[size]``."""
+def accumulated(rank: int) -> Tensor:
+    """Return the sum of a rank's gradients at a few batches, ``[size]``."""
     torch.manual_seed(0)
-    model = Words(words, length)
-    often = 1 / torch.arange(1, words + 1)  # Zipf's law
+    model = Words(WORDS, LENGTH)
+    often = 1 / torch.arange(1, WORDS + 1)  # Zipf's law
     draws = torch.Generator().manual_seed(1 + rank)
     total = torch.zeros(sum(p.numel() for p in model.parameters()))
-    for _ in range(steps):
-        text = torch.multinomial(often, 4 * (length + 1), True, generator=draws).view(4, -1)
+    for _ in range(BATCHES):
+        text = torch.multinomial(often, 4 * (LENGTH + 1), True, generator=draws).view(4, -1)
         logits = model(text[:, :-1]).flatten(0, 1)
         loss = nn.functional.cross_entropy(logits, text[:, 1:].flatten())
         found = torch.autograd.grad(loss, list(model.parameters()))
@@ -107,14 +110,11 @@ def main() -> None:
     """Measure all rows, and write them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32])
-    parser.add_argument("--words", type=int, default=50_000, help="words of the vocabulary")
-    parser.add_argument("--density", type=float, default=0.01)
-    parser.add_argument("--steps", type=int, default=4, help="gradients that are summed")
     parser.add_argument("--output", type=Path)
     told = parser.parse_args()
     torch.set_num_threads(1)
-    vectors = (accumulated(rank, told.words, told.steps) for rank in range(max(told.ranks)))
-    own = [sparcel.topk(one, int(told.density * one.numel())) for one in vectors]
+    vectors = map(accumulated, range(max(told.ranks)))
+    own = [sparcel.topk(one, int(DENSITY * one.numel())) for one in vectors]
     rows = [row for ranks in told.ranks for row in measured(own[:ranks], own[0].nnz)]
     show(rows)
     if told.output is not None:
