@@ -1,6 +1,8 @@
-"""The tables of docs/records/papers.md: figures of the papers beside ours, from the records.
+"""What docs/records/papers.md shows as ours, from the records: a cell of each row, and tables.
 
-python -m benchmarks.pages.papers
+    python -m benchmarks.pages.papers
+
+prints all of it. What the papers show, and how ours is made, stands on the page alone.
 """
 
 from __future__ import annotations
@@ -9,9 +11,8 @@ import importlib
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.network import papers_models as models
 from benchmarks.pages.tables import over_seeds, table
@@ -19,423 +20,193 @@ from benchmarks.record import RESULTS, Row, rows_of
 from sparcel.analysis import expected_nnz
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A table or figure of a paper that is reproduced.
+class Ours(NamedTuple):
+    """What sparcel shows of a paper's table or figure.
 
     Attributes
     ----------
-    name, page
-        What it is, and the page or the section that has more of it.
-    theirs, ours
-        What it shows.
-    module
-        Of benchmarks/, with its arguments, or a command.
+    figure
+        Its name, as the row on the page begins.
+    shown
+        The cell.
     record
-        Of ours; None where it is computed when the pages are checked.
+        Where it comes from; ``"computed"`` where the check itself computes it.
     """
 
-    name: str
-    page: str
-    theirs: str
-    ours: str
-    module: str
-    record: str | None = None
-
-    def cells(self) -> Iterator[str]:
-        """Yield a line of a table."""
-        yield f"[{self.name}]({self.page})"
-        command = self.module if " bench " in self.module else f"python -m benchmarks.{self.module}"
-        yield from (self.theirs, self.ours, f"`{command}`")
-        path = f"../../benchmarks/results/{self.record}.json"
-        yield f"[{self.record}]({path})" if self.record else "computed"
+    figure: str
+    shown: str
+    record: str
 
 
-def sparcml() -> Iterator[Figure]:
-    """Yield the figures of SparCML."""
+def sparcml() -> Iterator[Ours]:
+    """Yield what is ours of SparCML."""
     growth = _growth()
     fills = " and ".join(
         f"{_percent(min(ends), max(ends))} at {_percent(float(density))}"
         for density in ("0.01", "0.1")
         for ends in [[grown[density][-1] for grown in growth.values()]]
     )
-    yield Figure(
-        "Figure 1, density of sums",
-        "#density-of-sums",
-        "at 5 to 10 %, many ranks make a sum dense",
-        f"64 ranks fill {fills}",
-        "training.signals DATA --tasks images",
-        "signals",
-    )
+    yield Ours("Figure 1", f"64 ranks fill {fills}", "signals")
     times = _bench()
     dense = times.pop(1.0)["dense fp32"]
-    yield Figure(
-        "Figure 3, times of sums",
-        "../how-to/benchmark.md",
-        "recursive doubling where data are few, split and gather where they are more",
-        "; ".join(
-            f"{100 * density:.2g} %: {best}, {dense / own[best]:.0f}× dense"
-            for density, own in times.items()
-            for best in [min(SUMS, key=lambda name: own[name])]
-        ),
-        "sparcel bench --sizes 16777216 --densities 0.0078125,0.001,0.00000596",
-        "bench_8_nodes_1gbit",
+    best = {density: min(SUMS, key=own.__getitem__) for density, own in times.items()}
+    fastest = "; ".join(
+        f"{100 * density:.2g} %: {name}, {dense / times[density][name]:.0f}× dense"
+        for density, name in best.items()
     )
-    linear: Any = importlib.import_module("benchmarks.linear.report")
+    yield Ours("Figure 3", fastest, "bench_8_nodes_1gbit")
     rates = {
         (row["set"], row["algorithm"]): median(row["networks"]["Gigabit Ethernet"]["seconds"])
         for row in _rows("linear_rates")
         if row["ranks"] == 8
     }
-    ours = " and ".join(
+    faster = " and ".join(
         f"{rates[name, 'dense'] / rates[name, 'split_allgather']:.1f}×"
         for name in ("urls", "posts-reviews")
     )
-    theirs = " and ".join(
-        f"{linear.PAPER_RATES[name, 8, 'Gigabit Ethernet'][0]:.1f}×"
-        for name in ("urls", "posts-reviews")
-    )
-    yield Figure(
-        "Table 2, linear models on Gigabit Ethernet",
-        "linear.md#other-networks-simulated",
-        f"URL {theirs.replace('and', 'and Webspam')} as fast as dense",
-        f"{ours}, on sets that stand in",
-        "linear.rates",
-        "linear_rates",
-    )
+    yield Ours("Table 2", f"{faster}, on sets that stand in", "linear_rates")
     gathers: dict[str, list[float]] = {}
     for row in _rows("linear_scd"):
         if row["nodes"] == 8:
             gathers.setdefault(row["gather"], []).append(row["seconds"])
-    yield Figure(
-        "Section 8.2, coordinate descent",
-        "linear.md#coordinate-descent",
-        "a sparse gather 1.8× as fast as a dense one",
-        f"{median(gathers['dense']) / median(gathers['sparse']):.1f}×",
-        "linear.scd",
-        "linear_scd",
-    )
+    ratio = median(gathers["dense"]) / median(gathers["sparse"])
+    yield Ours("Section 8.2, coordinate descent", f"{ratio:.1f}×", "linear_scd")
     epochs = {
         row["solver"]: row["iteration_seconds"] * row["iterations_an_epoch"]
         for row in _rows("linear_spark")
         if row["nodes"] == 8
     }
-    yield Figure(
-        "Section 8.2, Spark on Gigabit Ethernet",
-        "linear.md#spark",
-        "86× as fast as Spark 1.6",
-        f"{epochs['Spark MLlib, mini-batch SGD'] / epochs['sparcel, SGD']:.0f}× as Spark 4.3",
-        "linear.spark",
-        "linear_spark",
+    ratio = epochs["Spark MLlib, mini-batch SGD"] / epochs["sparcel, SGD"]
+    yield Ours("Section 8.2, Spark", f"{ratio:.0f}× as Spark 4.3", "linear_spark")
+    points = (
+        f"by buckets {_over_dense('sparcml bucketed')}, in 4 bits {_over_dense('sparcml 4 bits')}"
     )
-    yield Figure(
-        "Figure 4a, CIFAR-10",
-        "training.md#one-per-cent",
-        "16 or 8 of each 512, in 4 bits: level with dense, and 1 % above",
-        f"points: by buckets {_beside_dense('sparcml bucketed')},"
-        f" in 4 bits {_beside_dense('sparcml 4 bits')}",
-        "training.convergence DATA",
-        "convergence",
-    )
-    size, k, ranks = 512, 4, 128
-    union = sum((-1) ** (i - 1) * math.comb(ranks, i) * (k / size) ** i for i in range(1, 129))
-    yield Figure(
-        "Figure 7, expected size of a sum",
-        "../how-to/analysis.md#fill-in",
-        f"k = {k}, N = {size}, P = {ranks}: {size * union:.0f}",
-        f"{expected_nnz(size, k, ranks):.0f}",
-        "pages.papers",
-    )
+    yield Ours("Figure 4a", f"points: {points}", "convergence")
+    yield Ours("Figure 7", f"{expected_nnz(512, 4, 128):.0f}", "computed")
 
 
-def gtopk() -> Iterator[Figure]:
-    """Yield the figures of gTop-k."""
-    rows = {ranks: (theirs, ours) for ranks, theirs, ours in models.sums()}
-    yield Figure(
-        "Table I and Figure 9, time of a sum",
-        "#gtop-ks-model-of-time",
-        *(
-            f"P = 32: top-k {1e3 * pair[0]:.1f} ms, gTop-k {1e3 * pair[1]:.1f} ms"
-            for pair in rows[32]
-        ),
-        "network.papers_models",
-    )
-    gains = [(theirs, ours) for *_, theirs, ours in models.throughputs()]
-    yield Figure(
-        "Table IV, throughput on 32 nodes",
-        "#gtop-ks-model-of-time",
-        *(f"{min(own):.1f} to {max(own):.1f}× dense" for own in zip(*gains, strict=True)),
-        "network.papers_models",
-    )
-    yield Figure(
-        "Figures 5 and 12, CIFAR-10",
-        "training.md#one-per-cent",
-        "0.1 % on 4 workers: level with dense",
-        f"points on 8: {_beside_dense('gtopk')} at 1 %,"
-        f" {_beside_dense('gtopk', 'convergence_sweeps', density=0.001)} at 0.1 %",
-        "training.convergence DATA",
-        "convergence_sweeps",
-    )
-    many = {"ranks": 32, "batch": 256, "name": "convergence_sweeps"}
-    yield Figure(
-        "Figure 13, 32 workers, a large batch",
-        "training.md#other-settings",
-        "gTop-k 1 and 9 % below top-k",
-        f"points over dense: gTop-k {_beside_dense('gtopk', **many)},"
-        f" top-k {_beside_dense('topk', **many)}",
-        "training.convergence DATA --ranks 32 --batch 256",
-        "convergence_sweeps",
-    )
+def gtopk() -> Iterator[Ours]:
+    """Yield what is ours of gTop-k."""
+    times = {ranks: ours for ranks, _, ours in models.sums()}
+    topk, tree = (f"{1e3 * seconds:.1f} ms" for seconds in times[32])
+    yield Ours("Table I and Figure 9", f"P = 32: top-k {topk}, gTop-k {tree}", "computed")
+    gains = [ours for *_, ours in models.throughputs()]
+    yield Ours("Table IV", f"{min(gains):.1f} to {max(gains):.1f}× dense", "computed")
+    sweeps = "convergence_sweeps"
+    less = _over_dense("gtopk", sweeps, density=0.001)
+    points = f"{_over_dense('gtopk')} at 1 %, {less} at 0.1 %"
+    yield Ours("Figures 5 and 12", f"points on 8: {points}", sweeps)
+    tree, topk = (_over_dense(one, sweeps, ranks=32, batch=256) for one in ("gtopk", "topk"))
+    yield Ours("Figure 13", f"points over dense: gTop-k {tree}, top-k {topk}", sweeps)
 
 
-def scalecom() -> Iterator[Figure]:
-    """Yield the figures of ScaleCom."""
+def scalecom() -> Iterator[Ours]:
+    """Yield what is ours of ScaleCom."""
     found = {what: ours for what, _, ours, _ in models.claims()}
-    times = [found[f"{method}, {ranks} workers"] for method, ranks in PLANNED]
-    yield Figure(
-        "Figures A8 and A9, around a parameter server",
-        "#scalecoms-appendix-f",
-        "ScaleCom 2 and 2×, local top-k 1.92 and 1.2× on 8 and 128 workers",
-        "{:.2f} and {:.2f}×, {:.2f} and {:.2f}×".format(*times),
-        "network.papers_models",
+    pairs = (
+        " and ".join(f"{found[f'{method}, {ranks} workers']:.2f}" for ranks in (8, 128))
+        for method in ("ScaleCom", "local top-k")
     )
-    leader = _looks("scalecom")
-    yield Figure(
-        "Figure A1, likeness of two workers",
-        "#likeness-of-ranks",
-        "R² of memories 0.99, of gradients 0.89; Spearman with the sum 0.657",
-        f"{leader['memory_quantiles']:.2f}, {leader['gradient_quantiles']:.2f};"
-        f" {leader['spearman']:.2f}",
-        "training.signals DATA --tasks images",
-        "signals",
-    )
-    yield Figure(
-        "Lemma 3, β",
-        "#likeness-of-ranks",
-        "β = 0.1 in the trainings of large batches",
-        "the lemma asks for β from {} to {}".format(*_betas(leader)),
-        "training.signals DATA --tasks images",
-        "signals",
-    )
-    small = "convergence", "scalecom"
-    yield Figure(
-        "Figure A3a, CIFAR-10",
-        "training.md#one-per-cent",
-        "+0.20 points with 92× compression, 160 epochs",
-        f"{_beside_dense(small[1])} points at 1 %",
-        "training.convergence DATA",
-        small[0],
-    )
-    yield Figure(
-        "Figure A4b, a large batch on ImageNet",
-        "#the-papers-own-recipes",
-        "-2.16 points without the filter, -0.41 with β = 0.1",
-        f"{_recipe('scalecom without its filter')} without, {_recipe('scalecom')} with it",
-        'training.papers_recipes DATA --recipes scalecom "scalecom without its filter"',
-        "papers_recipes",
-    )
+    yield Ours("Figures A8 and A9", ", ".join(f"{pair}×" for pair in pairs), "computed")
+    looks = _looks("scalecom")
+    quantiles = f"{looks['memory_quantiles']:.2f}, {looks['gradient_quantiles']:.2f}"
+    yield Ours("Figure A1", f"{quantiles}; {looks['spearman']:.2f}", "signals")
+    low, high = _betas(looks)
+    yield Ours("Lemma 3", f"the lemma asks for β from {low} to {high}", "signals")
+    yield Ours("Figure A3a", f"{_over_dense('scalecom')} points at 1 %", "convergence")
+    without, filtered = map(_recipe, ("scalecom without its filter", "scalecom"))
+    yield Ours("Figure A4b", f"{without} without, {filtered} with it", "papers_recipes")
 
 
-def oktopk() -> Iterator[Figure]:
-    """Yield the figures of Ok-Topk."""
+def oktopk() -> Iterator[Ours]:
+    """Yield what is ours of Ok-Topk."""
     scale = json.loads((RESULTS / "scale.json").read_text())
-    words = {
-        row["ranks"]: row["bytes"] / 4 / scale["count"]
+    words = "; ".join(
+        f"P = {row['ranks']}: {row['bytes'] / 4 / scale['count']:.1f}k"
         for row in scale["rows"]
-        if row["algorithm"] == "oktopk"
-    }
-    ranks = [one for one in sorted(words) if one <= 256]
-    yield Figure(
-        "Table 1, words of a sum",
-        "../explanation/algorithms.md#side-by-side",
-        "from 2k(P − 1)/P to 6k(P − 1)/P",
-        "; ".join(f"P = {one}: {words[one]:.1f}k" for one in ranks),
-        "network.scale",
-        "scale",
+        if row["algorithm"] == "oktopk" and row["ranks"] <= 256
     )
+    yield Ours("Table 1", words, "scale")
     rows = {row["method"]: row for row in _signals()}
-    reused, gauss = (rows[name] for name in ("oktopk reuse", "gaussiank, as estimated"))
-    yield Figure(
-        "Figures 4 and 6, reused thresholds",
-        "#selected-and-asked-for",
-        "off by less than 11 %; Gaussian-k an order of magnitude below k",
-        f"off by {_percent(reused['selected_deviation'])};"
-        f" Gaussian-k from {min(gauss['selected']):.2f} to {max(gauss['selected']):.2f} k",
-        "training.signals DATA --tasks images",
-        "signals",
-    )
-    own = [_looks(method)["xi"] for method in ("oktopk", "oktopk reuse")]
+    reused, gauss = rows["oktopk reuse"], rows["gaussiank, as estimated"]["selected"]
+    off = f"off by {_percent(reused['selected_deviation'])}"
+    least = f"Gaussian-k from {min(gauss):.2f} to {max(gauss):.2f} k"
+    yield Ours("Figures 4 and 6", f"{off}; {least}", "signals")
+    exact, again = (_looks(name)["xi"] for name in ("oktopk", "oktopk reuse"))
     most = max(look["xi"] for name in ("oktopk", "oktopk reuse") for look in rows[name]["looks"])
-    yield Figure(
-        "Figure 5, ξ",
-        "#selected-and-asked-for",
-        "below P",
-        f"{own[0]:.1f} in the mean, reused {own[1]:.1f}; at most {most:.1f} of"
-        f" {rows['oktopk']['ranks']}",
-        "training.signals DATA --tasks images",
-        "signals",
-    )
-    yield Figure(
-        "Section 5.2, density of the sum",
-        "#selected-and-asked-for",
-        "13.2 % on 16 ranks at 1 %",
-        f"{mean(rows['topk']['result']):.1f} % on 8 at 1 %",
-        "training.signals DATA --tasks images",
-        "signals",
-    )
+    means = f"{exact:.1f} in the mean, reused {again:.1f}"
+    yield Ours("Figure 5", f"{means}; at most {most:.1f} of {reused['ranks']}", "signals")
+    density = mean(rows["topk"]["result"])
+    yield Ours("Section 5.2", f"{density:.1f} % on {reused['ranks']} at 1 %", "signals")
     reduce, gather = _balanced()
-    yield Figure(
-        "Figure 7, balancing",
-        "#ok-topks-balancing",
-        "reduce 1.13 to 1.75×, gather 1.12 to 1.43×, more on more ranks",
-        f"reduce {min(reduce):.1f} to {max(reduce):.1f}×,"
-        f" gather {min(gather):.2f} to {max(gather):.2f}× on 8 to 32",
-        "network.balancing",
-        "balancing",
-    )
-    yield Figure(
-        "Figure 9, CIFAR-10",
-        "#the-papers-own-recipes",
-        "very close to dense, 160 epochs",
-        f"{_recipe('oktopk')} points",
-        "training.papers_recipes DATA --recipes oktopk",
-        "papers_recipes",
-    )
+    worth = f"reduce {min(reduce):.1f} to {max(reduce):.1f}×, gather {min(gather):.2f} to"
+    yield Ours("Figure 7", f"{worth} {max(gather):.2f}× on 8 to 32", "balancing")
+    yield Ours("Figure 9", f"{_recipe('oktopk')} points", "papers_recipes")
 
 
-def commlib() -> Iterator[Figure]:
-    """Yield the figures of CommLib (MSTopK)."""
+def commlib() -> Iterator[Ours]:
+    """Yield what is ours of CommLib."""
     report: Any = importlib.import_module("benchmarks.network.commlib_report")
     rows = report.recorded()
-    existing = report.of_kind(rows, "existing").values()
-    parts = [report.step_parts(report.warm(row, 12)) for row in existing]
-    reading = " and ".join(
-        f"{row['label']} {_percent(1 - one['computing'] / sum(one.values()))}"
-        for row, one in zip(existing, parts, strict=True)
+    waits = " and ".join(
+        f"{name} {_percent(1 - parts['computing'] / sum(parts.values()))}"
+        for name, row in report.of_kind(rows, "existing").items()
+        for parts in [report.step_parts(report.warm(row, 12))]
     )
-    yield Figure(
-        "Figure 1, where time goes",
-        "commlib.md#where-the-time-goes",
-        "reading and communicating take a large part of a step",
-        f"not computing, 12 pixels: {reading}",
-        "network.commlib IMAGES",
-        "commlib",
-    )
-    (normal,) = (row for row in _rows("selectors") if row["distribution"] == "normal")
+    yield Ours("Figure 1", f"not computing, 12 pixels: {waits}", "commlib")
+    normal = next(row for row in _rows("selectors") if row["distribution"] == "normal")
     mine, exact = (
         next(one for one in normal["selectors"] if one["selector"].startswith(name))
         for name in ("MSTopK", "ExactTopK")
     )
-    yield Figure(
-        "Figure 6, MSTopK at 0.1 %",
-        "../explanation/algorithms.md#selectors",
-        "far faster than an exact top-k on a GPU, more than 99 % the same",
-        f"{mine['select_ms'] / exact['select_ms']:.1f}× the time of our exact one on a core,"
-        f" {_percent(mine['overlap'])} the same",
-        "streams.selection --selectors",
-        "selectors",
-    )
+    times = f"{mine['select_ms'] / exact['select_ms']:.1f}× the time of our exact one on a core"
+    yield Ours("Figure 6", f"{times}, {_percent(mine['overlap'])} the same", "selectors")
     tiers: dict[str, list[float]] = {}
     for row in _rows("two_tiers"):
         tiers.setdefault(row["method"], []).append(row["ms"])
     best = tiers.pop("HiTopKComm")
-    times = {
-        name: [one / least for one, least in zip(own, best, strict=True)]
+    slower = ", ".join(
+        f"{name} {min(ratios):.1f} to {max(ratios):.1f}×"
         for name, own in tiers.items()
-    }
-    yield Figure(
-        "Figure 7, time of an aggregation",
-        "two-tiers.md#figure-7-time-of-an-aggregation",
-        "HiTopKComm, then 2DTAR, TreeAR, NaiveAG",
-        "of its time: "
-        + ", ".join(f"{name} {min(own):.1f} to {max(own):.1f}×" for name, own in times.items()),
-        "network.two_tiers",
-        "two_tiers",
+        for ratios in [[one / least for one, least in zip(own, best, strict=True)]]
     )
+    yield Ours("Figure 7", f"of its time: {slower}", "two_tiers")
     shares = [row["parts_ms"][0] / sum(row["parts_ms"]) for row in _rows("two_tiers_steps")]
-    yield Figure(
-        "Figure 8, HiTopKComm's steps",
-        "two-tiers.md#figure-8-hitopkcomms-four-steps",
-        "most in the gather between nodes",
-        f"{_percent(min(shares), max(shares))} in the reduce-scatter inside",
-        "network.two_tiers --breakdown",
-        "two_tiers_steps",
-    )
-    caches = [
-        min(row["plain_s"]) / min(row["cached_s"][1:])
-        for work in ("reading", "training")
-        for row in _rows("data_cache")
-        if row["loader"] == "2 forked, persistent" and row["work"] == work
-    ]
-    half = len(caches) // 2
-    yield Figure(
-        "Figure 9, DataCache",
-        "../how-to/data.md#what-the-cache-gains",
-        "reading over 10× as fast, training about 2×",
-        f"{min(caches[:half]):.0f} to {max(caches[:half]):.0f}×,"
-        f" {min(caches[half:]):.1f} to {max(caches[half:]):.1f}×",
-        "data.cache DATA",
-        "data_cache",
-    )
+    inside = _percent(min(shares), max(shares))
+    yield Ours("Figure 8", f"{inside} in the reduce-scatter inside", "two_tiers_steps")
+    gains: dict[str, list[float]] = {}
+    for row in _rows("data_cache"):
+        if row["loader"] == "2 forked, persistent":
+            ratio = min(row["plain_s"]) / min(row["cached_s"][1:])
+            gains.setdefault(row["work"], []).append(ratio)
+    read, trained = gains["reading"], gains["training"]
+    reads = f"{min(read):.0f} to {max(read):.0f}×"
+    yield Ours("Figure 9", f"{reads}, {min(trained):.1f} to {max(trained):.1f}×", "data_cache")
     norms = {row["model"]: row for row in _rows("norms_lab")}
-    yield Figure(
-        "Section 5.4, norms of LARS in parallel",
-        "../how-to/optimizers.md#what-it-costs-and-when-it-pays",
-        "ResNet-50 11 to 7 ms, Transformer 30 to 14 ms",
-        ", ".join(
-            f"{name} {norms[name]['everyone_ms']:.0f} to {norms[name]['parallel_ms']:.0f} ms"
-            for name in ("ResNet-50", "transformer")
-        ),
-        "training.norms ranks",
-        "norms_lab",
+    shared = ", ".join(
+        f"{name} {norms[name]['everyone_ms']:.0f} to {norms[name]['parallel_ms']:.0f} ms"
+        for name in ("ResNet-50", "transformer")
     )
-    large = [row for row in rows if row["kind"] == "convergence"]
+    yield Ours("Section 5.4", shared, "norms_lab")
     ends = {
-        name: mean(100 * report.last(row) for row in large if row["label"] == name)
+        name: mean(
+            100 * report.last(row)
+            for row in rows
+            if (row["kind"], row["label"]) == ("convergence", name)
+        )
         for name in report.PAPER_TABLE_2
     }
-    yield Figure(
-        "Table 2 and Figure 10, a large batch",
-        "commlib.md#dense-top-k-and-mstopk-at-a-large-batch",
-        *(
-            "points: "
-            + ", ".join(
-                f"{name} {own[name] - own['2DTAR-SGD']:+.2f}" for name in own if "2D" not in name
-            )
-            for own in (report.PAPER_TABLE_2, ends)
-        ),
-        "network.commlib IMAGES --rate 10gbit",
-        "commlib",
+    points = ", ".join(
+        f"{name} {ends[name] - ends['2DTAR-SGD']:+.2f}" for name in ("TopK-SGD", "MSTopK-SGD")
     )
+    yield Ours("Table 2 and Figure 10", f"points: {points}", "commlib")
     found = report.of_kind(rows, "throughput")
-    alone = report.rate(report.warm(found["alone"], 12))
-    yield Figure(
-        "Table 3, scaling efficiency",
-        "commlib.md#throughput-and-scaling-efficiency",
-        *(
-            "small images: "
-            + ", ".join(f"{name} {share}" for name, share in zip(report.SYSTEMS, own, strict=True))
-            for own in (
-                [f"{share} %" for share in report.PAPER_TABLE_3[12]],
-                [
-                    _percent(report.rate(report.warm(found[name], 12)) / alone)
-                    for name in report.SYSTEMS
-                ],
-            )
-        ),
-        "network.commlib IMAGES",
-        "commlib",
-    )
-    trained = report.of_kind(rows, "training")
-    ddp, whole = (report.seconds_to(trained[name], 0.6) for name in ("DDP", "all three"))
-    yield Figure(
-        "Table 5, time to an accuracy",
-        "commlib.md#time-to-an-accuracy",
-        "151 s, where the best before took 158 s",
-        f"{whole:.0f} s, where DDP takes {ddp:.0f} s",
-        "network.commlib IMAGES",
-        "commlib",
-    )
+    speed = {name: report.rate(report.warm(row, 12)) for name, row in found.items()}
+    shares = (f"{name} {_percent(speed[name] / speed['alone'])}" for name in report.SYSTEMS)
+    yield Ours("Table 3", f"small images: {', '.join(shares)}", "commlib")
+    runs = report.of_kind(rows, "training")
+    ddp, whole = (report.seconds_to(runs[name], 0.6) for name in ("DDP", "all three"))
+    yield Ours("Table 5", f"{whole:.0f} s, where DDP takes {ddp:.0f} s", "commlib")
 
 
 PAPERS = {
@@ -445,15 +216,9 @@ PAPERS = {
     "Ok-Topk": oktopk,
     "CommLib": commlib,
 }
+"""By the headings of the page."""
 
-PLANNED = (("ScaleCom", 8), ("ScaleCom", 128), ("local top-k", 8), ("local top-k", 128))
 SUMS = ("recursive_doubling", "halving_doubling", "split_allgather", "ring")
-
-
-def figures_table(paper: str) -> Iterator[str]:
-    """Yield the lines of a paper's table."""
-    columns = (f"of {paper}", "theirs", "ours", "made by", "record")
-    return table(columns, (one.cells() for one in PAPERS[paper]()))
 
 
 def _percent(*shares: float) -> str:
@@ -476,7 +241,7 @@ def _bench() -> dict[float, dict[str, float]]:
     return dict(sorted(found.items()))
 
 
-def _beside_dense(method: str, name: str = "convergence", **setting: Any) -> str:
+def _over_dense(method: str, name: str = "convergence", **setting: Any) -> str:
     """Return the points of accuracy on `images` over dense training with the same seeds."""
     setting = {"ranks": 8, "batch": 64} | setting
     place = {key: value for key, value in setting.items() if key != "density"}
@@ -626,14 +391,19 @@ def likeness_table() -> Iterator[str]:
 
 
 def all_tables() -> Iterator[str]:
-    """Yield the lines of all tables, an empty one between two."""
-    for paper in PAPERS:
-        yield from (*figures_table(paper), "")
+    """Yield the lines of all tables that are ours, an empty one between two."""
     for lines in (models.claims_table, models.throughput_table, models.sums_table):
         yield from (*lines(), "")
     for lines in (balancing_table, growth_table, counts_table, likeness_table):
         yield from (*lines(), "")
 
 
+def main() -> None:
+    """Print all that is ours."""
+    for paper, ours in PAPERS.items():
+        print(*table((f"of {paper}", "ours", "record"), ours()), "", sep="\n")
+    print(*all_tables(), sep="\n")
+
+
 if __name__ == "__main__":
-    print("\n".join(all_tables()))
+    main()
