@@ -19,7 +19,6 @@ from sparcel import SparseStream, kernels
 from sparcel.selectors import Selector
 from sparcel.selectors.base import reaching, stream_of
 from sparcel.selectors.draws import integers
-from sparcel.selectors.papers.mstopk import rounded
 
 SMALLEST_SAMPLE = 512
 
@@ -60,6 +59,11 @@ class GaussianK(Selector):
             # The product may round back to the same number if that is very small.
             threshold = min(threshold * self.factor, math.nextafter(threshold, 0))
         return stream_of(*reaching(indices, values, threshold), x)
+
+
+def rounded(threshold: float, x: Tensor) -> float:
+    """Return a threshold as the dtype of ``x`` holds it."""
+    return float(torch.tensor(threshold, dtype=x.dtype, device="cpu"))
 
 
 def _estimate(x: Tensor, k: int, peak: float) -> float:

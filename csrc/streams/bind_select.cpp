@@ -3,6 +3,7 @@
 #include <nanobind/stl/tuple.h>
 
 #include "base/bindings.hpp"
+#include "streams/bracket.hpp"
 #include "streams/histogram.hpp"
 #include "streams/select_chunks.hpp"
 
@@ -143,6 +144,36 @@ Output histogram(const Input& x, int shift, size_t bins, std::optional<uint64_t>
     return give(std::move(counts), bins, dtype_of<int64_t>());
 }
 
+Output ends_of(const Input& x, int threads) {
+    require(x.size() > 0, "a vector without entries has no mean");
+    Buffer<double> ends(2);
+    with_float(x.dtype(), [&]<class T>(Type<T>) {
+        nb::gil_scoped_release release;
+        const auto [mean, peak] = magnitude_ends(data<T>(x), x.size(), threads);
+        ends[0] = mean, ends[1] = peak;
+    });
+    return give(std::move(ends), 2, dtype_of<double>());
+}
+
+Output bracket_of(const Input& x, const Input& thresholds, size_t k, int threads) {
+    require(thresholds.size() > 1 && thresholds.dtype() == x.dtype(),
+            "at least two thresholds of the vector's dtype are needed");
+    Buffer<int64_t> found(3);
+    with_float(x.dtype(), [&]<class T>(Type<T>) {
+        using Storage = StorageOf<T>;
+        using Key = typename Bits<Storage>::Key;
+        nb::gil_scoped_release release;
+        std::vector<Key> limits(thresholds.size());
+        for (size_t i = 0; i < limits.size(); ++i) {
+            limits[i] = load_bits(data<Storage>(thresholds) + i) & Bits<Storage>::magnitude;
+        }
+        const detail::Limits<Key> table(std::move(limits), Bits<Storage>::magnitude + Key{1});
+        const auto place = bracket(data<Storage>(x), x.size(), table, k, threads);
+        std::copy(place.begin(), place.end(), found.data());
+    });
+    return give(std::move(found), 3, dtype_of<int64_t>());
+}
+
 }  // namespace
 
 void bind_select(nb::module_& module) {
@@ -155,6 +186,9 @@ void bind_select(nb::module_& module) {
                "threads"_a);
     module.def("magnitude_histogram", histogram, "x"_a.noconvert(), "shift"_a, "bins"_a,
                "prefix"_a.none(), "threads"_a);
+    module.def("magnitude_ends", ends_of, "x"_a.noconvert(), "threads"_a);
+    module.def("bracket", bracket_of, "x"_a.noconvert(), "thresholds"_a.noconvert(), "k"_a,
+               "threads"_a);
 }
 
 }  // namespace sparcel

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
+from benchmarks.streams.paper_selectors import rounded
 from sparcel.selectors.base import reaching
 from sparcel.selectors.draws import distinct, integers
-from sparcel.selectors.papers.mstopk import _all_reaching, _mean_magnitude, rounded
+from sparcel.selectors.papers.mstopk import _all_reaching
 from tests.selectors.test_properties import vectors
 
 
@@ -22,19 +23,10 @@ def test_entries_that_reach_a_threshold_are_those_of_a_comparison(
     values = [0.0, float(torch.finfo(x.dtype).max), *x[:20].abs().double().tolist()]
     threshold = data.draw(st.sampled_from(values)) * data.draw(st.sampled_from([1, 0.7]))
     expected = ((x.abs() >= rounded(threshold, x)) & (x != 0)).nonzero().squeeze(1)
-    parts = list(_all_reaching(x, threshold))
+    parts = list(_all_reaching(x, threshold, 64))
     assert [index for indices, _ in parts for index in indices.tolist()] == expected.tolist()
     every = torch.arange(x.numel(), dtype=torch.int32)
     assert reaching(every, x, threshold)[0].tolist() == expected.tolist()
-
-
-@given(vectors())
-def test_the_mean_magnitude_is_nearly_that_of_float64(x: Tensor) -> None:
-    peak = float(x.abs().max()) if x.numel() else 0.0
-    if peak == 0:
-        return
-    expected = float((x.double() / peak).abs().mean())
-    assert _mean_magnitude(x, peak) / peak == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
 @given(st.integers(0, 300), st.integers(0, 300), st.integers(-5, 5), st.integers(0, 9))

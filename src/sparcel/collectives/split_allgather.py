@@ -26,8 +26,9 @@ def split_allgather(
 
     Rounds: P−1 + ⌈log₂P⌉. Words a rank: at most 2k, then at most 2K(P−1)/P if the K coordinates
     of the result are spread evenly, and never more than n(P−1)/P.
-    Source: SparCML, sections 5.3.2 and 5.3.3 (SSAR_Split_allgather, DSAR_Split_allgather). In a
-    format of few bits it is that of section 6, where values and their sum are rounded.
+    Source: SparCML, sections 5.3.2 and 5.3.3 (SSAR_Split_allgather, DSAR_Split_allgather). A format
+    of few bits rounds in both phases: the values on their way to the owners, and the sums. Section
+    6 rounds the second phase of DSAR alone, dense sums.
     """
     boundaries = patterns.regions(stream.size, wire.size)
     region = wire.pack(reduce_scatter(stream, wire, op, max_nnz), boundaries[wire.rank])

@@ -110,6 +110,14 @@ def magnitude_histogram(x: Tensor, shift: int, bins: int, prefix: int | None = N
     return _cpu.magnitude_histogram(x.detach(), shift, bins, prefix, torch.get_num_threads())
 
 
+def magnitude_ends(x: Tensor) -> Tensor:
+    return _cpu.magnitude_ends(x.detach(), torch.get_num_threads())
+
+
+def bracket(x: Tensor, thresholds: Tensor, k: int) -> Tensor:
+    return _cpu.bracket(x.detach(), thresholds, k, torch.get_num_threads())
+
+
 def limited(x: Tensor, dtype: torch.dtype) -> Tensor:
     if x.dtype != torch.float32 or dtype not in (torch.float16, torch.bfloat16):
         return few_bits.limited(x, dtype)

@@ -46,7 +46,8 @@ class OkTopK(Selecting):
         paper's rule, each rank takes back its own values.
 
     The others are those of `Selecting`.
-    Source: Ok-Topk, Algorithms 1 and 2.
+    Source: Ok-Topk, Algorithms 1 and 2. Deviation: the memory holds gradients, where Algorithm 2
+    accumulates them times the learning rate. So what is owed is applied at the rate of that step.
     """
 
     threshold: str = "exact"

@@ -47,6 +47,8 @@ def call_all() -> None:
     gpu.accumulate_topk(corrected, 1, 10_000)
     gpu.magnitude_histogram(memory, 20, 2048)
     gpu.magnitude_histogram(memory, 7, 8192, prefix=3)
+    for vector in (x, memory, memory.double()):
+        gpu.bracket(vector, vector[:1025], 300)
     gpu.add_saturated(x, *stream)
     gpu.indices_fault(stream[0], 300)
     for bits, seed in ((8, 7), (2, None)):

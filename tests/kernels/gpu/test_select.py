@@ -17,6 +17,7 @@ from sparcel.kernels.definitions import select as reference
 from tests.card import moved as on_gpu
 from tests.card import on_card, seen
 from tests.kernels.paths import Case, cases, counts
+from tests.kernels.test_bracket import thresholds_for
 from tests.sampling import meeting
 from tests.strategies import FLOATS, same_bits
 
@@ -120,6 +121,15 @@ def test_histogram_is_the_definition(case: Case, shift: int, field: int, prefix:
     x = case.vector()
     expected = reference.magnitude_histogram(x, shift, 2**field, prefix)
     assert same(gpu.magnitude_histogram(x.to(DEVICE), shift, 2**field, prefix), expected)
+
+
+@few
+@given(cases(), st.data())
+def test_bracket_is_the_definition(case: Case, data: st.DataObject) -> None:
+    x, thresholds = case.vector(), data.draw(thresholds_for(case.vector()))
+    k = data.draw(counts(case.length))
+    found = gpu.bracket(x.to(DEVICE), thresholds.to(DEVICE), k)
+    assert same(found, reference.bracket(x, thresholds, k))
 
 
 @pytest.mark.parametrize(("kind", "dtype"), meeting(["few pass", "many pass"], FLOATS, each=2))

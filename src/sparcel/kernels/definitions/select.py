@@ -177,6 +177,62 @@ def in_bin(values: Tensor, lowest: int, width: int, most: int) -> tuple[int, int
     return larger, candidates.numel(), candidates[:most].cpu()
 
 
+def magnitude_ends(x: Tensor) -> Tensor:
+    """Return the mean and the largest of the magnitudes, between which `bracket` may search.
+
+    On the CPU they depend neither on the number of threads nor on the instruction set.
+
+    Parameters
+    ----------
+    x
+        Dense vector ``[n]``, n > 0, float16, bfloat16, float32 or float64.
+
+    Returns
+    -------
+    Tensor
+        float64 ``[2]``. The mean is summed up in float64; where that overflows, it is the largest.
+    """
+    norm = torch.linalg.vector_norm
+    peak = norm(x, torch.inf, dtype=torch.float64)
+    mean = norm(x, 1, dtype=torch.float64) / x.numel()
+    return torch.stack([torch.minimum(mean, peak), peak])
+
+
+def bracket(x: Tensor, thresholds: Tensor, k: int) -> Tensor:
+    """Find the two of many thresholds between which the (k+1)-th largest magnitude lies.
+
+    They are counted in one pass, and nothing is sorted.
+
+    Parameters
+    ----------
+    x
+        Dense vector ``[n]``, float16, bfloat16, float32 or float64.
+    thresholds
+        ``[m]``, 2 <= m <= 2048, of the dtype of ``x``, at least 0 and ascending. Zeros of ``x``
+        reach none of them.
+    k
+        At least 0.
+
+    Returns
+    -------
+    Tensor
+        int64 ``[3]``, on the device of ``x``: a place ``p < m - 1``, and how many reach thresholds
+        p and p + 1. More than k reach threshold p, unless p is 0, and at most k reach threshold
+        p + 1, unless that is the last.
+    """
+    bits = magnitude_bits(x)
+    reached = torch.bucketize(bits[bits != 0], magnitude_bits(thresholds), right=True)
+    found = torch.bincount(reached, minlength=thresholds.numel() + 1)[1:]  # not those below all
+    return bracket_of(found, k)
+
+
+def bracket_of(found: Tensor, k: int) -> Tensor:
+    """Return what `bracket` does; ``found``: how many reach each threshold and none above it."""
+    reaching = found.flip(0).cumsum(0).flip(0)
+    place = (reaching[1:-1] > k).sum().view(1)
+    return torch.cat([place, reaching.index_select(0, place), reaching.index_select(0, place + 1)])
+
+
 def _gather(x: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
     positions = selected.nonzero().view(-1)
     return positions.to(index_dtype(x.numel())), x[positions]

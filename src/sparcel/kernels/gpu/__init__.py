@@ -18,6 +18,7 @@ from sparcel.kernels.gpu.reduce import merge as merge
 from sparcel.kernels.gpu.reduce import scatter as scatter
 from sparcel.kernels.gpu.reduce import scatter_reduce as scatter_reduce
 from sparcel.kernels.gpu.select import accumulate_topk as accumulate_topk
+from sparcel.kernels.gpu.select import bracket as bracket
 from sparcel.kernels.gpu.select import in_bin as in_bin
 from sparcel.kernels.gpu.select import magnitude_histogram as magnitude_histogram
 from sparcel.kernels.gpu.select import threshold_select as threshold_select

@@ -19,6 +19,7 @@ from sparcel import device
 from sparcel.kernels.addition import Addition
 from sparcel.kernels.definitions.common import index_dtype
 from sparcel.kernels.definitions.common import magnitude_bits as magnitude_bits_of
+from sparcel.kernels.definitions.select import bracket_of
 from sparcel.kernels.gpu._bits import bits_of, magnitude_bits
 from sparcel.kernels.gpu._compact import (
     ABOVE,
@@ -32,6 +33,7 @@ from sparcel.kernels.gpu._compact import (
 from sparcel.kernels.gpu._launch import launch
 from sparcel.kernels.gpu._radix import (
     BINS,
+    FIELD,
     LENGTH,
     TILE,
     add_counts,
@@ -40,6 +42,7 @@ from sparcel.kernels.gpu._radix import (
     write_rule,
 )
 from sparcel.kernels.gpu._rows import largest_of_chunks
+from sparcel.kernels.gpu._search import lower_bound
 from sparcel.kernels.gpu._sum import accumulate, sample, sum_of, vector_alone
 
 SAMPLES = 1 << 13
@@ -164,6 +167,19 @@ def magnitude_histogram(x: Tensor, shift: int, bins: int, prefix: int | None = N
     return counts[:bins]
 
 
+def bracket(x: Tensor, thresholds: Tensor, k: int) -> Tensor:
+    limits = magnitude_bits_of(thresholds)
+    if x.element_size() == 2:  # as the kernel reads magnitudes
+        limits = limits.to(torch.int32)
+    counts = x.new_zeros(BINS, dtype=torch.int64)
+    programs, parts = parted(x.numel())
+    launch(
+        _count_by_limit, programs, x, x.numel(), limits, limits.numel(), counts,
+        limits.numel().bit_length(), PARTS=parts, TILE=TILE, FIELD=FIELD,
+    )  # fmt: skip
+    return bracket_of(counts[: limits.numel()], k)
+
+
 def _rules(x: Tensor) -> Tensor:
     """Return the rules for what passes the threshold, and for what is selected."""
     return x.new_zeros(2, RULE_LENGTH, dtype=torch.int64)
@@ -223,3 +239,23 @@ def _histogram(
             tl.atomic_add(counts + value, one, mask=counted, sem="relaxed")
     if FEW:
         add_counts(counts, found)
+
+
+@triton.jit(do_not_specialize=["size", "many", "steps"])
+def _count_by_limit(
+    x, size, limits, many, counts, steps,
+    PARTS: tl.constexpr, TILE: tl.constexpr, FIELD: tl.constexpr,
+):  # fmt: skip
+    """Count the entries by the last limit that they reach."""
+    program = tl.program_id(0).to(tl.int64)
+    least = tl.maximum(tl.load(limits), 1)
+    found = tl.zeros((LENGTH,), tl.int32)
+    for part in range(PARTS):
+        place = (program * PARTS + part) * TILE + tl.arange(0, TILE)
+        bits = magnitude_bits(tl.load(x + place, mask=place < size, other=0.0))
+        counted = bits >= least
+        first = tl.zeros((TILE,), tl.int32)
+        # Of what no entry of a program reaches, no limit is read.
+        above = lower_bound(limits, first, tl.where(counted, many, first), bits + 1, steps)
+        found += count_field(above - 1, counted, 0, FIELD)
+    add_counts(counts, found)

@@ -24,8 +24,8 @@ class SparCML(Selecting):
     bits
         8, 4 or 2: values travel in so many bits, rounded at random and without bias, with one
         float32 scale for 512 of them (QSGD), by split and all-gather: those that each rank
-        selected, and their sum. Who rounds keeps the rounding error in its memory; the paper drops
-        it. With 2 bits the errors exceed the values, and the memory grows to many times its size.
+        selected, and their sum. Section 6 of the paper rounds the sum alone, where that is dense.
+        Who rounds keeps the rounding error in its memory; the paper drops it. With 2 bits the errors exceed the values, and the memory grows to many times its size.
         The formats of `Selecting`, which round to nearest and have a scale for 64 values, train
         better. None: `Selecting`'s ``format``.
     seed
@@ -33,9 +33,10 @@ class SparCML(Selecting):
         all ranks. By default 0; refused without ``bits``.
 
     The others are those of `Selecting`.
-    Source: SparCML, Algorithm 1 and sections 6 and 8.3. Deviation: ranks select the largest of the
-    whole vector; ``selector="bucketed"`` is that of the paper's experiments, the largest of every
-    512 coordinates, which spreads the entries evenly, takes longer, and trains worse.
+    Source: SparCML, Algorithm 1 and sections 6 and 8.3. Deviations: ranks select the largest of
+    the whole vector; ``selector="bucketed"`` is that of the paper's experiments, the largest of
+    every 512 coordinates, which spreads the entries evenly, takes longer, and trains worse. The
+    memory holds gradients, where Algorithm 1 accumulates them times the learning rate.
     """
 
     bits: int | None = None
