@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -26,31 +27,44 @@ struct MagnitudeEnds {
 
 namespace detail {
 
-// The sum and the largest of the magnitudes of at most kBlock entries.
 template <class T>
-MagnitudeEnds block_ends(const T* x, size_t n) {
+double sum_of_magnitudes(const T* x, size_t n) {
+    constexpr size_t kSums = 8;
+    double sums[kSums] = {};
+    size_t i = 0;
+    for (; i + kSums <= n; i += kSums) {
+        for (size_t j = 0; j < kSums; ++j) sums[j] += std::abs(double(x[i + j]));
+    }
+    for (; i < n; ++i) sums[0] += std::abs(double(x[i]));
+    double total = 0;
+    for (const double sum : sums) total += sum;
+    return total;
+}
+
+template <class T>
+double sum_of_block(const T* x, size_t n) {
     if constexpr (sizeof(T) == 2) {
         float wide[kBlock];
         for (size_t i = 0; i < n; ++i) wide[i] = widen(x[i]);
-        return block_ends(wide, n);
+        return sum_of_block(wide, n);
+    } else if constexpr (sizeof(T) == 4) {
+        const double sum = kernels().masked.magnitude(x, n);  // in float32, which may overflow
+        return std::isfinite(sum) ? sum : sum_of_magnitudes(x, n);
     } else {
-        constexpr size_t kLanes = 16;
-        double sums[kLanes] = {};
-        T most[kLanes] = {};
-        const auto add = [&](size_t lane, T value) {
-            const T magnitude = std::abs(value);
-            sums[lane] += double(magnitude);
-            most[lane] = magnitude > most[lane] ? magnitude : most[lane];
-        };
-        size_t i = 0;
-        for (; i + kLanes <= n; i += kLanes) {
-            for (size_t lane = 0; lane < kLanes; ++lane) add(lane, x[i + lane]);
-        }
-        for (; i < n; ++i) add(0, x[i]);
-        double sum = 0;
-        for (const double lane : sums) sum += lane;
-        return {sum, double(*std::max_element(most, most + kLanes))};
+        return sum_of_magnitudes(x, n);
     }
+}
+
+template <class T>
+double largest_of_block(const T* x, size_t n) {
+    using Storage = std::conditional_t<
+        sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
+    const auto* bits = reinterpret_cast<const Storage*>(x);
+    Storage most = 0;
+    for (size_t i = 0; i < n; ++i) {
+        most = std::max<Storage>(most, load_bits(bits + i) & Bits<Storage>::magnitude);
+    }
+    return double(widen(std::bit_cast<T>(most)));
 }
 
 // Finds the last of ascending limits that a magnitude reaches, or the first. A table by leading
@@ -128,7 +142,9 @@ MagnitudeEnds magnitude_ends(const T* x, size_t n, int threads) {
         const size_t end = split_point(blocks, task + 1, tasks);
         for (size_t block = split_point(blocks, task, tasks); block < end; ++block) {
             const size_t at = block * kBlock;
-            ends[block] = detail::block_ends(x + at, std::min(kBlock, n - at));
+            const size_t length = std::min(kBlock, n - at);
+            ends[block] = {detail::sum_of_block(x + at, length),
+                           detail::largest_of_block(x + at, length)};
         }
     });
     MagnitudeEnds all{0, 0};

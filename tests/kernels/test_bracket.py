@@ -52,11 +52,11 @@ def test_several_threads_find_the_same_bracket_and_mean(kind: str) -> None:
     """Parts of a vector whose largest come first stop counting at other thresholds."""
     x = Case(kind, 900_001, torch.float32).vector()
     thresholds, ends = torch.linspace(0, 5, 1000), kernels.magnitude_ends(x)
+    expected = {k: reference.bracket(x, thresholds, k) for k in (10, 9_000, 600_000)}
     for isa in ISAS:
         with using(isa, threads=3):
-            for k in (10, 9_000, 600_000):
-                found = kernels.bracket(x, thresholds, k).tolist()
-                assert found == by_counting(x, thresholds, k)
+            for k in expected:
+                assert kernels.bracket(x, thresholds, k).equal(expected[k])
             assert same_bits(kernels.magnitude_ends(x), ends)
 
 
@@ -71,7 +71,7 @@ def test_the_mean_magnitude_is_nearly_that_of_float64(case: Case) -> None:
     if case.kind in ("extremes", "special") and x.dtype == torch.float64:
         mean = peak  # the sum overflows
     for ends in (kernels.magnitude_ends(x), reference.magnitude_ends(x)):
-        assert ends.tolist() == pytest.approx([mean, peak], rel=1e-6)
+        assert ends.tolist() == pytest.approx([mean, peak], rel=1e-5)
         assert ends[0] <= ends[1]
 
 

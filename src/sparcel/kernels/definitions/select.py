@@ -190,7 +190,7 @@ def magnitude_ends(x: Tensor) -> Tensor:
     Returns
     -------
     Tensor
-        float64 ``[2]``. The mean is summed up in float64; where that overflows, it is the largest.
+        float64 ``[2]``. Where the sum of the magnitudes overflows float64, the mean is the largest.
     """
     norm = torch.linalg.vector_norm
     peak = norm(x, torch.inf, dtype=torch.float64)
