@@ -149,7 +149,7 @@ Output ends_of(const Input& x, int threads) {
     Buffer<double> ends(2);
     with_float(x.dtype(), [&]<class T>(Type<T>) {
         nb::gil_scoped_release release;
-        const auto [mean, peak] = magnitude_ends(data<T>(x), x.size(), threads);
+        const auto [mean, peak] = magnitude_ends<StorageOf<T>>(data<T>(x), x.size(), threads);
         ends[0] = mean, ends[1] = peak;
     });
     return give(std::move(ends), 2, dtype_of<double>());

@@ -8,7 +8,6 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -55,10 +54,8 @@ double sum_of_block(const T* x, size_t n) {
     }
 }
 
-template <class T>
+template <class Storage, class T>
 double largest_of_block(const T* x, size_t n) {
-    using Storage = std::conditional_t<
-        sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
     const auto* bits = reinterpret_cast<const Storage*>(x);
     Storage most = 0;
     for (size_t i = 0; i < n; ++i) {
@@ -75,9 +72,11 @@ class Limits {
     // There are at least two limits; `beyond` is larger than any magnitude.
     Limits(std::vector<Key> limits, Key beyond) : limits_(std::move(limits)) {
         // Thresholds made of NaN may be out of order.
-        for (size_t i = 1; i < limits_.size(); ++i) limits_[i] = std::max(limits_[i], limits_[i - 1]);
+        for (size_t i = 1; i < limits_.size(); ++i)
+            limits_[i] = std::max(limits_[i], limits_[i - 1]);
         first_ = limits_[1];
-        const Key range = limits_.back() - first_;
+        // The last one may be infinite. With it in the table, many limits would share a slot.
+        const Key range = limits_[std::max<size_t>(limits_.size() - 2, 1)] - first_;
         limits_.push_back(beyond);
         shift_ = std::max(0, int(std::bit_width(range)) - kTableBits);
         begin_.resize(size_t(range >> shift_) + 1);
@@ -94,6 +93,7 @@ class Limits {
     size_t last_reached(Key magnitude) const {
         if (magnitude < first_) return 0;
         size_t place = begin_[std::min(size_t((magnitude - first_) >> shift_), begin_.size() - 1)];
+        place += limits_[place + 1] <= magnitude;  // a branch would often be predicted wrongly
         while (limits_[place + 1] <= magnitude) ++place;
         return place;
     }
@@ -107,8 +107,8 @@ class Limits {
     int shift_;
 };
 
-// Counts the magnitudes by the last limit that they reach. Once more than k reach a limit, what does
-// not reach it is no longer counted: so the pass is mostly a read.
+// Counts the magnitudes by the last limit that they reach. Once more than k reach a limit, what
+// does not reach it is no longer counted: so the pass is mostly a read.
 template <class Storage>
 void count_by_limit(const Storage* x, size_t n, const Limits<typename Bits<Storage>::Key>& limits,
                     size_t k, int64_t* counts) {
@@ -119,7 +119,8 @@ void count_by_limit(const Storage* x, size_t n, const Limits<typename Bits<Stora
     size_t lowest = 0, reaching = 0;
     for (size_t i = 0; i < n; i += kBlock) {
         const Key threshold = std::max<Key>(limits[lowest], 1);
-        const size_t found = compact(x + i, std::min(kBlock, n - i), 0, threshold, {keys, positions});
+        const size_t found =
+            compact(x + i, std::min(kBlock, n - i), 0, threshold, {keys, positions});
         for (size_t j = 0; j < found; ++j) {
             ++counts[limits.last_reached(keys[j] & Bits<Storage>::magnitude)];
         }
@@ -133,7 +134,7 @@ void count_by_limit(const Storage* x, size_t n, const Limits<typename Bits<Stora
 }  // namespace detail
 
 // Blocks are summed up one after another, so the mean depends on no thread and no instruction set.
-template <class T>
+template <class Storage, class T>
 MagnitudeEnds magnitude_ends(const T* x, size_t n, int threads) {
     const size_t blocks = (n + kBlock - 1) / kBlock;
     Buffer<MagnitudeEnds> ends(blocks);
@@ -144,7 +145,7 @@ MagnitudeEnds magnitude_ends(const T* x, size_t n, int threads) {
             const size_t at = block * kBlock;
             const size_t length = std::min(kBlock, n - at);
             ends[block] = {detail::sum_of_block(x + at, length),
-                           detail::largest_of_block(x + at, length)};
+                           detail::largest_of_block<Storage>(x + at, length)};
         }
     });
     MagnitudeEnds all{0, 0};

@@ -41,8 +41,6 @@ MOST_READS = {
     # what is selected, the message, the length of the sum, whether it is finite
     "topk": 4,
     "topk packed 4 bits": 4,
-    # the thresholds of all samplings and their counts; what lies between is listed, and cut
-    "topk mstopk": 6,
     # what is selected of each region, both messages, whether it is finite
     "bidirectional 4 bits": 8,
     # of the leader, of the tree's root, and with regions: see docs/how-to/gpu.md

@@ -23,7 +23,7 @@ def test_entries_that_reach_a_threshold_are_those_of_a_comparison(
     values = [0.0, float(torch.finfo(x.dtype).max), *x[:20].abs().double().tolist()]
     threshold = data.draw(st.sampled_from(values)) * data.draw(st.sampled_from([1, 0.7]))
     expected = ((x.abs() >= rounded(threshold, x)) & (x != 0)).nonzero().squeeze(1)
-    parts = list(_all_reaching(x, threshold, 64))
+    parts = list(_all_reaching(x, threshold, 16))
     assert [index for indices, _ in parts for index in indices.tolist()] == expected.tolist()
     every = torch.arange(x.numel(), dtype=torch.int32)
     assert reaching(every, x, threshold)[0].tolist() == expected.tolist()

@@ -14,6 +14,7 @@ from torch import Tensor
 from sparcel import device
 from sparcel.kernels import Addition
 from sparcel.kernels.definitions import select as reference
+from sparcel.selectors import MSTopK
 from tests.card import moved as on_gpu
 from tests.card import on_card, seen
 from tests.kernels.paths import Case, cases, counts
@@ -130,6 +131,21 @@ def test_bracket_is_the_definition(case: Case, data: st.DataObject) -> None:
     k = data.draw(counts(case.length))
     found = gpu.bracket(x.to(DEVICE), thresholds.to(DEVICE), k)
     assert same(found, reference.bracket(x, thresholds, k))
+
+
+@pytest.mark.parametrize("k", [40, 500])
+def test_mstopk_has_the_bits_of_the_cpu_and_waits_no_more_for_more_samplings(k: int) -> None:
+    """Of these numbers 4 in 10 exceed the mean, below which nothing is sampled."""
+    x, waits = torch.randn(1000).mul(64).round(), []
+    for samplings in (5, 15):
+        expected = MSTopK(samplings).select(x, k, 3)
+        with on_card():
+            before = device.reads()
+            found = MSTopK(samplings).select(on_gpu(x), k, 3)
+            waits.append(device.reads() - before)
+        assert same(seen(found.indices), expected.indices)
+        assert same(seen(found.values), expected.values)
+    assert waits[0] == waits[1]
 
 
 @pytest.mark.parametrize(("kind", "dtype"), meeting(["few pass", "many pass"], FLOATS, each=2))

@@ -25,7 +25,8 @@ class SparCML(Selecting):
         8, 4 or 2: values travel in so many bits, rounded at random and without bias, with one
         float32 scale for 512 of them (QSGD), by split and all-gather: those that each rank
         selected, and their sum. Section 6 of the paper rounds the sum alone, where that is dense.
-        Who rounds keeps the rounding error in its memory; the paper drops it. With 2 bits the errors exceed the values, and the memory grows to many times its size.
+        Who rounds keeps the rounding error in its memory; the paper drops it. With 2 bits the
+        errors exceed the values, and the memory grows to many times its size.
         The formats of `Selecting`, which round to nearest and have a scale for 64 values, train
         better. None: `Selecting`'s ``format``.
     seed

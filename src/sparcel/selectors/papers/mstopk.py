@@ -17,7 +17,7 @@ from sparcel.stream import SparseStream
 
 _TOGETHER = 10
 """How many samplings a pass over the vector decides, by counting all that they may ask for."""
-_PARTS = 64
+_PARTS = 16
 """A vector is read in so many parts if more than one of them would be listed at once."""
 _SHORTEST = 2**15
 """The fewest entries of a part."""
@@ -61,40 +61,39 @@ class MSTopK(Selector):
         """Bisect the threshold, and fill up from the slice."""
         if x.numel() == 0:
             return stream_of(*kernels.threshold_select(x, 0), x)
-        names, values, thresholds, counts = self._bisect(x, k)
-        ends = torch.cat([thresholds.double(), counts.double()])
-        low, high, reached, above = device.read(ends).tolist()
+        names, values, found = self._bisect(x, k)
+        left, low, high, reached, above = device.read(found).tolist()
+        if left == 0:  # more than k reached no sampling
+            names, values, low, reached = None, x, 0.0, int(device.read(torch.count_nonzero(x)))
         between = int(reached - above)
         needed = max(0, min(k - int(above), between))  # above k only in a vector with NaN
         start = int(integers(1, between - needed + 1, self.seed, step))
-        parts, passed = [], torch.zeros((), dtype=torch.int64, device=x.device)
         few = names is not None or _PARTS * reached <= x.numel()
-        for places, found in _all_reaching(values, low, 1 if few else _PARTS):
-            surely = found.abs() >= high
+        parts, passed = [], torch.zeros((), dtype=torch.int64, device=x.device)
+        for places, some in _all_reaching(values, low, 1 if few else _PARTS):
+            surely = some.abs() >= high
             number = torch.cumsum(~surely, 0) + (passed - 1)  # of those between, from 0
             passed = passed + (~surely).sum()
             kept = surely | ((number >= start) & (number < start + needed))
-            parts.append(reaching(places, torch.where(kept, found, 0), 0))
+            parts.append(reaching(places, torch.where(kept, some, 0), 0))
         chosen, taken = (torch.cat(part) for part in zip(*parts, strict=True))
         return stream_of(chosen if names is None else names.index_select(0, chosen), taken, x)
 
-    def _bisect(self, x: Tensor, k: int) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
-        """Return the two thresholds, and how many reach each, on the device.
+    def _bisect(self, x: Tensor, k: int) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Return what the samplings found, and the entries of ``x`` that may reach it.
 
-        Before them come the entries of ``x`` that may reach the lower one: their indices and their
-        values. The indices are None if that is all of ``x``.
+        That is float64 ``[5]``, on the device: the left end of the interval of ratios, from 0 to 1;
+        the thresholds at its ends; and how many reach these. Before it come the entries' indices,
+        None if they are all of ``x``, and their values.
         """
         mean, peak = kernels.magnitude_ends(x).unbind()
         names, values = None, x
-        left, width = mean.new_zeros(1), 1.0
-        low, high = x.new_zeros(1), x.new_full((1,), math.inf)
+        left, width, high = mean.new_zeros(1), 1.0, x.new_full((1,), math.inf)
         for done in range(0, self.samplings, _TOGETHER):
             ways = 2 ** min(_TOGETHER, self.samplings - done)
             width /= ways
             ratios = left + width * torch.arange(ways, dtype=torch.float64, device=x.device)
-            thresholds = (mean + ratios * (peak - mean)).to(x.dtype)
-            # The first is known: at the left end is the lower threshold, or nothing was too low.
-            thresholds = torch.cat([low, thresholds[1:], high])
+            thresholds = torch.cat([(mean + ratios * (peak - mean)).to(x.dtype), high])
             place, *counts = kernels.bracket(values, thresholds, k).split(1)
             left, low = ratios.index_select(0, place), thresholds.index_select(0, place)
             high = thresholds.index_select(0, place + 1)
@@ -102,7 +101,7 @@ class MSTopK(Selector):
             on_host = x.device.type not in device.GPUS
             if names is None and on_host and _PARTS * int(counts[0]) <= x.numel():
                 names, values = kernels.threshold_select(x, float(low))
-        return names, values, torch.cat([low, high]), torch.cat(counts)
+        return names, values, torch.cat([part.double() for part in (left, low, high, *counts)])
 
 
 def _all_reaching(x: Tensor, threshold: float, parts: int) -> Iterator[tuple[Tensor, Tensor]]:
