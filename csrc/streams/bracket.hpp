@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -16,6 +17,7 @@
 #include "base/parallel.hpp"
 #include "simd/bits.hpp"
 #include "simd/kernels.hpp"
+#include "streams/squares.hpp"
 #include "streams/survivors.hpp"
 
 namespace sparcel {
@@ -28,30 +30,11 @@ namespace detail {
 
 template <class T>
 double sum_of_magnitudes(const T* x, size_t n) {
-    constexpr size_t kSums = 8;
-    double sums[kSums] = {};
-    size_t i = 0;
-    for (; i + kSums <= n; i += kSums) {
-        for (size_t j = 0; j < kSums; ++j) sums[j] += std::abs(double(x[i + j]));
+    if constexpr (std::is_same_v<T, float>) {
+        const double sum = kernels().masked.magnitude(x, n);  // faster, but it may overflow
+        if (std::isfinite(sum)) return sum;
     }
-    for (; i < n; ++i) sums[0] += std::abs(double(x[i]));
-    double total = 0;
-    for (const double sum : sums) total += sum;
-    return total;
-}
-
-template <class T>
-double sum_of_block(const T* x, size_t n) {
-    if constexpr (sizeof(T) == 2) {
-        float wide[kBlock];
-        for (size_t i = 0; i < n; ++i) wide[i] = widen(x[i]);
-        return sum_of_block(wide, n);
-    } else if constexpr (sizeof(T) == 4) {
-        const double sum = kernels().masked.magnitude(x, n);  // in float32, which may overflow
-        return std::isfinite(sum) ? sum : sum_of_magnitudes(x, n);
-    } else {
-        return sum_of_magnitudes(x, n);
-    }
+    return sum_of_block(x, n, [](double value) { return std::abs(value); });
 }
 
 template <class Storage, class T>
@@ -72,8 +55,9 @@ class Limits {
     // There are at least two limits; `beyond` is larger than any magnitude.
     Limits(std::vector<Key> limits, Key beyond) : limits_(std::move(limits)) {
         // Thresholds made of NaN may be out of order.
-        for (size_t i = 1; i < limits_.size(); ++i)
+        for (size_t i = 1; i < limits_.size(); ++i) {
             limits_[i] = std::max(limits_[i], limits_[i - 1]);
+        }
         first_ = limits_[1];
         // The last one may be infinite. With it in the table, many limits would share a slot.
         const Key range = limits_[std::max<size_t>(limits_.size() - 2, 1)] - first_;
@@ -125,7 +109,7 @@ void count_by_limit(const Storage* x, size_t n, const Limits<typename Bits<Stora
             ++counts[limits.last_reached(keys[j] & Bits<Storage>::magnitude)];
         }
         reaching += found;
-        while (lowest + 1 < limits.size() && reaching - size_t(counts[lowest]) > k) {
+        while (lowest + 2 < limits.size() && reaching - size_t(counts[lowest]) > k) {
             reaching -= size_t(counts[lowest++]);
         }
     }
@@ -136,15 +120,15 @@ void count_by_limit(const Storage* x, size_t n, const Limits<typename Bits<Stora
 // Blocks are summed up one after another, so the mean depends on no thread and no instruction set.
 template <class Storage, class T>
 MagnitudeEnds magnitude_ends(const T* x, size_t n, int threads) {
-    const size_t blocks = (n + kBlock - 1) / kBlock;
+    const size_t blocks = (n + detail::kSummed - 1) / detail::kSummed;
     Buffer<MagnitudeEnds> ends(blocks);
     const size_t tasks = useful_threads(n, threads);
     parallel(tasks, [&](size_t task) {
         const size_t end = split_point(blocks, task + 1, tasks);
         for (size_t block = split_point(blocks, task, tasks); block < end; ++block) {
-            const size_t at = block * kBlock;
-            const size_t length = std::min(kBlock, n - at);
-            ends[block] = {detail::sum_of_block(x + at, length),
+            const size_t at = block * detail::kSummed;
+            const size_t length = std::min(detail::kSummed, n - at);
+            ends[block] = {detail::sum_of_magnitudes(x + at, length),
                            detail::largest_of_block<Storage>(x + at, length)};
         }
     });

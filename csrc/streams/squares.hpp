@@ -17,19 +17,20 @@ namespace detail {
 constexpr size_t kSummed = 4096;
 constexpr size_t kSums = 8;  // side by side
 
-template <class T>
-double block_of_squares(const T* x, size_t n) {
+// The sum of map(x) over at most kSummed entries.
+template <class T, class Map>
+double sum_of_block(const T* x, size_t n, const Map& map) {
     if constexpr (sizeof(T) == 2) {
         float wide[kSummed];
         for (size_t i = 0; i < n; ++i) wide[i] = widen(x[i]);
-        return block_of_squares(wide, n);
+        return sum_of_block(wide, n, map);
     } else {
         double sums[kSums] = {};
         size_t i = 0;
         for (; i + kSums <= n; i += kSums) {
-            for (size_t j = 0; j < kSums; ++j) sums[j] += double(x[i + j]) * double(x[i + j]);
+            for (size_t j = 0; j < kSums; ++j) sums[j] += map(double(x[i + j]));
         }
-        for (; i < n; ++i) sums[0] += double(x[i]) * double(x[i]);
+        for (; i < n; ++i) sums[0] += map(double(x[i]));
         double total = 0;
         for (const double sum : sums) total += sum;
         return total;
@@ -40,7 +41,8 @@ template <class T>
 double sum_of_squares(const void* x, size_t start, size_t stop) {
     double total = 0;
     for (size_t i = start; i < stop; i += kSummed) {
-        total += block_of_squares(static_cast<const T*>(x) + i, std::min(kSummed, stop - i));
+        total += sum_of_block(static_cast<const T*>(x) + i, std::min(kSummed, stop - i),
+                              [](double value) { return value * value; });
     }
     return total;
 }

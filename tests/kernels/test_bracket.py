@@ -51,12 +51,14 @@ def test_a_bracket_is_that_of_counting_each_threshold(
 def test_several_threads_find_the_same_bracket_and_mean(kind: str) -> None:
     """Parts of a vector whose largest come first stop counting at other thresholds."""
     x = Case(kind, 900_001, torch.float32).vector()
-    thresholds, ends = torch.linspace(0, 5, 1000), kernels.magnitude_ends(x)
-    expected = {k: reference.bracket(x, thresholds, k) for k in (10, 9_000, 600_000)}
+    ends = kernels.magnitude_ends(x)
+    many, few = torch.linspace(0, 5, 1000), torch.linspace(0, 0.5, 3)  # the last is reached, too
+    calls = [(thresholds, k) for thresholds in (many, few) for k in (10, 9_000, 600_000)]
+    expected = [reference.bracket(x, *call) for call in calls]
     for isa in ISAS:
         with using(isa, threads=3):
-            for k in expected:
-                assert kernels.bracket(x, thresholds, k).equal(expected[k])
+            for call, found in zip(calls, expected, strict=True):
+                assert kernels.bracket(x, *call).equal(found)
             assert same_bits(kernels.magnitude_ends(x), ends)
 
 
