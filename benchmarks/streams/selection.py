@@ -8,8 +8,8 @@ a second thread gains, beside what it gains a read of the vector. Run it as
     python -m benchmarks.streams.selection --output benchmarks/results/selection.json
 
 With ``--selectors`` it measures all selectors of `sparcel.selectors` and `paper_selectors` instead:
-the time to select, and to take from memory + gradient, how many they return, and their overlap with
-the exact set.
+the time of its thread to select, and to take from memory + gradient, how many they return, and
+their overlap with the exact set.
 """
 
 from __future__ import annotations
@@ -74,15 +74,19 @@ def vectors(size: int) -> Iterator[tuple[str, Tensor]]:
     yield "bunched", bunched
 
 
-def timed(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+def timed(
+    calls: Mapping[str, Callable[[], object]],
+    repeats: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
     """Return the median time of each call in ms, all taking turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(repeats + 1):
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = clock()
             call()
             if repeat:  # the first round warms up
-                times[name].append(1e3 * (time.perf_counter() - start))
+                times[name].append(1e3 * (clock() - start))
     return {name: statistics.median(each) for name, each in times.items()}
 
 
@@ -196,8 +200,9 @@ def measure_selectors(name: str, x: Tensor, repeats: int) -> dict[str, Any]:
         selectors["reuse"].select(x * 0.99, k, 0)
         exact = topk(x, k)
         selected = {each: s.select(x, k, 1) for each, s in selectors.items()}
-        select_ms = timed({n: partial(s.select, x, k, 1) for n, s in selectors.items()}, repeats)
-        take_ms = timed({n: partial(s.take, addition, k, 1) for n, s in selectors.items()}, repeats)
+        select = {n: partial(s.select, x, k, 1) for n, s in selectors.items()}
+        take = {n: partial(s.take, addition, k, 1) for n, s in selectors.items()}
+        select_ms, take_ms = (timed(calls, repeats, time.thread_time) for calls in (select, take))
         rows += [
             {
                 "selector": repr(s),
