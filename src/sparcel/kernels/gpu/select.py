@@ -255,7 +255,7 @@ def _count_by_limit(
         bits = magnitude_bits(tl.load(x + place, mask=place < size, other=0.0))
         counted = bits >= least
         first = tl.zeros((TILE,), tl.int32)
-        # Of what no entry of a program reaches, no limit is read.
+        # Entries below all limits search nothing.
         above = lower_bound(limits, first, tl.where(counted, many, first), bits + 1, steps)
         found += count_field(above - 1, counted, 0, FIELD)
     add_counts(counts, found)

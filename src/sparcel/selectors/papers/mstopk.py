@@ -33,9 +33,10 @@ class MSTopK(Selector):
     the two: consecutive ones, beginning at a random place.
 
     Each sampling halves the distance of the two, to d = (max − mean) / 2**samplings at last. If
-    more than k magnitudes reach mean + d, every magnitude that differs from the exact top-k lies
-    within d of the (k+1)-th largest. If not, no sampling has more than k: all that reach mean + d
-    are selected, and the rest of the k are any coordinates below, whatever their magnitude.
+    more than k magnitudes reach mean + d, all coordinates in which the selection differs from the
+    exact one lie within d of the (k+1)-th largest magnitude, or the rounding of the dtype if that
+    is coarser. If not, no sampling has more than k: all that reach mean + d are selected, and the
+    rest of the k are any coordinates below, whatever their magnitude.
 
     Parameters
     ----------
@@ -63,7 +64,7 @@ class MSTopK(Selector):
             return stream_of(*kernels.threshold_select(x, 0), x)
         names, values, found = self._bisect(x, k)
         left, low, high, reached, above = device.read(found).tolist()
-        if left == 0:  # more than k reached no sampling
+        if left == 0:  # no sampling had more than k
             names, values, low, reached = None, x, 0.0, int(device.read(torch.count_nonzero(x)))
         between = int(reached - above)
         needed = max(0, min(k - int(above), between))  # above k only in a vector with NaN
