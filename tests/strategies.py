@@ -29,7 +29,10 @@ def circle(a: Tensor, b: Tensor) -> Tensor:
 CIRCLE = Op(circle, 0)
 OPS = {"sum": SUM, "product": PRODUCT, "min": MIN, "max": MAX, "circle": CIRCLE}
 
-LAYOUTS = ("random", "uneven", "empty", "identical", "disjoint", "skewed", "dense", "one rank")
+LAYOUTS = (
+    *("random", "uneven", "empty", "identical", "disjoint", "skewed", "crowded", "dense"),
+    "one rank",
+)
 
 worlds = st.integers(1, 17)
 sizes = st.integers(0, 70)
@@ -124,7 +127,10 @@ def case_of(
     count: int | None = None,
     seed: int = 0,
 ) -> Case:
-    """Return a case with about ``count`` indices a rank, arranged by ``layout``."""
+    """Return a case with about ``count`` indices a rank, arranged by ``layout``.
+
+    How many are "crowded" depends on the size alone.
+    """
     generator = torch.Generator().manual_seed(seed)
     count = min(size, max(1, size // 8) if count is None else count)
 
@@ -141,6 +147,9 @@ def case_of(
                 return torch.arange(size)[rank::world][:count]
             case "skewed":
                 return torch.arange(size)[-max(1, size // world) :][:count]
+            case "crowded":  # most of one region, so that it is smaller dense and the rest is not
+                region = torch.arange(size)[-max(1, size // world) :]
+                return region[(region + rank // 2) % 4 > 0]
             case "uneven":
                 return picked(min(size, rank * count // 2))
             case "one rank":
@@ -170,6 +179,18 @@ def cases(draw: st.DrawFn, world: st.SearchStrategy[int] = worlds) -> Case:
         draw(st.none() | st.integers(0, size)),
         draw(st.integers(0, 99)),
     )
+
+
+def stored_by(streams: Sequence[SparseStream]) -> Tensor:
+    """Return the sorted coordinates that some stream stores."""
+    everything = torch.arange(streams[0].size)
+    return torch.cat([everything if s.is_dense else s.indices.long() for s in streams]).unique()
+
+
+def check_stored(result: SparseStream, stored: Tensor, dense_from: int) -> None:
+    """Check that a result is dense if there are so many ``stored`` coordinates, or has these."""
+    assert result.is_dense == (stored.numel() >= dense_from)
+    assert result.is_dense or torch.equal(result.indices.long(), stored)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

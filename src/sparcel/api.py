@@ -98,7 +98,8 @@ def all_reduce(
     -------
     SparseStream or Job
         Bit-identical on all ranks and in every run. The exception is ``"dense"``, which ``"auto"``
-        may choose: there the engine decides. The result is dense if that takes fewer bytes, and
+        may choose: there the engine decides, and the result is dense. Otherwise the result stores
+        what some rank stores, also where values cancel out, is dense if that takes fewer bytes, and
         shares no memory with the input. With a format that rounds: the pair of the result and the
         stream that this rank lost, over the whole vector. The result plus what all ranks lost is
         the sum; add it to what is sent next, and nothing is lost in the end.

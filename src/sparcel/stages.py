@@ -87,11 +87,6 @@ class Problem:
             return self.union(ranks, start, stop)
         return self.expected(len(ranks)) * (stop - start) / self.size
 
-    def stored(self, ranks: Sequence[int], start: int, stop: int) -> float:
-        """Return `entries`, or all of ``[start, stop)`` if one of the ranks' streams is dense."""
-        most = self.k if self.union is None else max(self.entries([rank]) for rank in ranks)
-        return stop - start if self.is_dense(most) else self.entries(ranks, start, stop)
-
     def expected(self, streams: float) -> float:
         """Return how many coordinates the sum of this many ranks' streams is expected to have."""
         return expected_union(self.spread or self.size, self.k, streams)
@@ -104,6 +99,10 @@ class Problem:
     def message(self, nnz: float, size: int | None = None) -> float:
         """See `Lengths.message`."""
         return self.lengths.message(nnz, size)
+
+    def region_message(self, ranks: Sequence[int], start: int, stop: int) -> float:
+        """Return the bytes of these ranks' sum in ``[start, stop)``: `Lengths.region_message`."""
+        return self.lengths.region_message(self.entries(ranks, start, stop), stop - start)
 
     def sparse_message(self, nnz: float, size: int | None = None) -> float:
         """See `Lengths.sparse_message`."""
@@ -237,17 +236,14 @@ ROUND_OPERATIONS = 12
 """Small operations of a round, beside the work on its message: `Work` of the kind "small"."""
 
 
-def merge_two(
-    problem: Problem, one: Sequence[int], other: Sequence[int], start: int, stop: int
-) -> Iterator[Stage]:
-    """Yield the work of adding two sums, each of some ranks' streams, in ``[start, stop)``."""
-    size = stop - start
-    entries = [problem.stored(ranks, start, stop) for ranks in (one, other)]
-    if any(problem.is_dense(count, size) for count in entries):
-        yield Work("add", size)
+def merge_two(problem: Problem, one: Sequence[int], other: Sequence[int]) -> Iterator[Stage]:
+    """Yield the work of adding two sums, each of some ranks' streams."""
+    entries = [problem.entries(ranks) for ranks in (one, other)]
+    if any(map(problem.is_dense, entries)):
+        yield Work("add", problem.size)
         return
     yield Work("merge", sum(entries))
-    yield from _made_dense(problem, problem.entries([*one, *other], start, stop), size)
+    yield from _made_dense(problem, problem.entries([*one, *other]), problem.size)
 
 
 def merge_all(problem: Problem, start: int, stop: int) -> Iterator[Stage]:
@@ -255,7 +251,7 @@ def merge_all(problem: Problem, start: int, stop: int) -> Iterator[Stage]:
 
     It takes twice as long as merging as many entries of two streams.
     """
-    yield Work("merge", 2 * problem.ranks * problem.stored([problem.rank], start, stop))
+    yield Work("merge", 2 * problem.ranks * problem.entries([problem.rank], start, stop))
     yield from _made_dense(problem, problem.entries(problem.everyone, start, stop), stop - start)
 
 

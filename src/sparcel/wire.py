@@ -71,7 +71,7 @@ class Wire:
         self.comm, self.format, self.step, self.control = comm, format, step, control
         self.rank, self.size = comm.rank, comm.size
         self._lost: list[Lost] = []
-        self._packed = 0
+        self._packets = 0
 
     @property
     def exact(self) -> Wire:
@@ -84,8 +84,12 @@ class Wire:
 
     @timed("reduce")
     def reduce(self, streams: Sequence[SparseStream], op: Op = SUM) -> SparseStream:
-        """Reduce streams in the order given; the result is as `compact` returns it."""
-        return reduce(streams, op, self._dense_at(streams[0].size, streams[0]))
+        """Reduce streams in the order given.
+
+        The result stores what some stream stores, also where it is a region of a larger sum: it is
+        dense only if that is everything. Whoever has a whole sum applies `compact`.
+        """
+        return reduce(streams, op, max(1, streams[0].size))
 
     @timed("reduce")
     def concatenate(
@@ -106,7 +110,16 @@ class Wire:
             return lengths.sparse_message(size if nnz is None else min(nnz, size))
         return lengths.most_bytes(nnz)
 
-    @timed("encode")
+    def pack_region(self, stream: SparseStream, start: int = 0) -> Packet:
+        """Return the packet of a region of a sum, which stores what the region stores.
+
+        A dense message would store everything. See `Format.for_region` and `pack`.
+        """
+        format = self.format.for_region(stream.nnz, stream.size, stream.value_bytes)
+        if format is None:
+            stream, format = stream.compact(SUM, dense_at=0), self.format
+        return self._packed(stream, start, self.rank, format)
+
     def pack(self, stream: SparseStream, start: int = 0, holder: int | None = None) -> Packet:
         """Return the packet of a stream, to send; who goes on with a sum takes the packet's.
 
@@ -123,12 +136,13 @@ class Wire:
         InputError
             When the format cannot hold the stream's rows or integers.
         """
-        owner = self.rank if holder is None else holder
+        return self._packed(stream, start, self.rank if holder is None else holder, self.format)
+
+    @timed("encode")
+    def _packed(self, stream: SparseStream, start: int, owner: int, format: Format) -> Packet:
         # Python hashes whole numbers alike everywhere.
-        packet = self.format.encode(
-            stream, hash((self.format.seed, self.step, owner, self._packed))
-        )
-        self._packed += 1
+        packet = format.encode(stream, hash((format.seed, self.step, owner, self._packets)))
+        self._packets += 1
         held = packet.stream
         if held is not stream and owner == self.rank:
             lost = stream.values - held.values
@@ -191,7 +205,7 @@ class Wire:
         max_nnz: int | None,
         op: Op = SUM,
     ) -> SparseStream:
-        """Send packets, and reduce what comes with this rank's own stream, in the ranks' order.
+        """Send packets, and `reduce` what comes with this rank's own stream, in the ranks' order.
 
         What comes is like ``own`` and has at most ``max_nnz`` entries. It is not decoded where
         messages can be reduced as they are.
@@ -215,7 +229,7 @@ class Wire:
     def gather_and_reduce(
         self, own: SparseStream, max_nnz: int | None, op: Op = SUM
     ) -> SparseStream:
-        """Give every rank the stream of every rank, reduced in the order of the ranks."""
+        """Give every rank the stream of every rank, and `reduce` them in the ranks' order."""
         packet = self.pack(own)
         at_most = self.most_bytes(Expected.like(own, max_nnz))
         messages = dict(enumerate(self.gather_messages(packet.message, at_most)))
@@ -262,7 +276,7 @@ class Wire:
     def _reduce_messages(
         self, messages: Mapping[int, Message], own: SparseStream, packet: Packet | None, op: Op
     ) -> SparseStream:
-        """Reduce the other ranks' streams, in messages, with ``own``, by rank.
+        """`reduce` the other ranks' streams, in messages, with ``own``, by rank.
 
         ``packet`` holds ``own``, if it was packed.
         """
@@ -272,7 +286,7 @@ class Wire:
             every = {**messages, self.rank: packet.message}
             total = merge_messages([every[rank] for rank in ranks], own, op)
             if total is not None:
-                return self.compact(total, op)
+                return total.compact(op, max(1, own.size))
         like = Expected.like(own)
         streams = [
             own if rank == self.rank else self.decode(rank, messages[rank], like) for rank in ranks

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from sparcel import SparseStream, simulate
 from sparcel.auto import all_reduce
 from sparcel.collectives import ALGORITHMS
+from sparcel.formats import Format
+from sparcel.formats.indices import INDEX_CODES
 from sparcel.wire import Wire
 from tests.strategies import (
     DTYPES,
@@ -16,11 +18,13 @@ from tests.strategies import (
     SUM,
     case_of,
     cases,
+    check_stored,
     dense_reference,
     full,
     parts_of,
     same_bits,
     same_stream,
+    stored_by,
 )
 
 algorithms = pytest.mark.parametrize("algorithm", [*ALGORITHMS, "auto"])
@@ -130,10 +134,25 @@ def test_indices_beyond_32_bits(algorithm):
         assert result.values.tolist() == [1, 1, 1, 1, 1, 10, 10]
 
 
-def test_result_is_dense_exactly_if_that_is_smaller():
-    """split_allgather decides by the true counts: at δ = n/2 for float32."""
-    for entries, is_dense in ((32, False), (33, True)):
-        case = case_of("identical", 4, 64, count=entries)
-        for algorithm in ("allgather", "recursive_doubling", "split_allgather", "ring"):
-            for result in reduced(case, algorithm):
-                assert result.is_dense == is_dense, algorithm
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "dense"])
+@given(
+    case=cases().filter(lambda case: case.size),
+    format=st.sampled_from([Format(code) for code in INDEX_CODES]),
+    bounded=st.booleans(),
+    zeros=st.booleans(),
+)
+def test_result_stores_what_some_rank_stores_and_is_dense_exactly_if_smaller(
+    algorithm, case, format, bounded, zeros
+):
+    """So explicit zeros stay, and so do sums that happen to be zero."""
+    if zeros:
+        for stream in case.streams:
+            stream.values = torch.zeros_like(stream.values)
+
+    def on_rank(comm):
+        wire, most = Wire(comm, format), case.max_nnz if bounded else None
+        return all_reduce(case.streams[comm.rank], wire, case.op, algorithm, most)
+
+    dense_from = format.dense_from(case.size, case.streams[0].value_bytes)
+    for result in simulate(case.world, on_rank).results:
+        check_stored(result, stored_by(case.streams), dense_from)

@@ -10,7 +10,7 @@ from sparcel import SparseStream, simulate
 from sparcel.collectives import ALGORITHMS, gtopk
 from sparcel.errors import CommunicationError, InputError
 from sparcel.formats import FewBits, Format
-from sparcel.stream import reduce
+from sparcel.stream import dense_from, reduce
 from sparcel.wire import Wire
 from tests.strategies import (
     FLOATS,
@@ -18,6 +18,7 @@ from tests.strategies import (
     SUM,
     case_of,
     cases,
+    check_stored,
     dense_reference,
     floats,
     full,
@@ -27,6 +28,7 @@ from tests.strategies import (
     same_bits,
     same_stream,
     sizes,
+    stored_by,
     worlds,
 )
 
@@ -57,11 +59,14 @@ def test_reduce_scatter_gives_each_rank_its_region_of_the_sum(case):
         case.world,
         lambda comm: sparcel.reduce_scatter(case.streams[comm.rank], case.op, group=comm),
     ).results
-    whole = dense_reference(case.streams, case.op)
+    whole, stored = dense_reference(case.streams, case.op), stored_by(case.streams)
     for rank, region in enumerate(results):
         start, stop = (r * case.size // case.world for r in (rank, rank + 1))
         assert region.size == stop - start
         assert torch.equal(full(region, case.op), whole[start:stop])
+        if region.size:
+            here = stored[(stored >= start) & (stored < stop)] - start
+            check_stored(region, here, dense_from(region.size, region.value_bytes))
     for stream, (indices, values, _, _) in zip(case.streams, before, strict=True):
         assert same_bits(stream.indices, indices)
         assert same_bits(stream.values, values)

@@ -85,6 +85,17 @@ def evaluate(expression, ranks, size, count, value_bytes, bits=4):
     def few(n):
         return 40 + up(2 * ceil(n / 64)) + up(ceil(n * bits / 8))
 
+    def bits_of(n):
+        return 8 * ceil(n / 64)
+
+    def packed(k, n):
+        low = int(log2(n // k)) if k else 0
+        return bits_of(n if k > n // 4 else k + ((n - 1) >> low) + k * low)
+
+    def thin(k, n):
+        raw = few(k) + up(4 * k)
+        return raw if raw <= few(n) else min(few(k) + packed(k, n), few(n))
+
     def spread(nbytes):
         lg = ceil(log2(ranks))
         if ranks <= 2 or nbytes <= 4096:
@@ -110,8 +121,11 @@ def evaluate(expression, ranks, size, count, value_bytes, bits=4):
         "sparse": sparse,
         "dense": dense,
         "few": few,
-        "thin": lambda k, n: min(few(n), few(k) + up(4 * k)),
+        "bits": bits_of,
+        "packed": packed,
+        "thin": thin,
         "most": lambda k, n: min(sparse(k), dense(n) + 8),
+        "part": lambda k, n: min(sparse(k), dense(n) + bits_of(n)),
         "long": ranks > 2 and sparse(count) > 4096,
         "spread": spread,
         "shared": lambda t: 2 ** (t - 1) + ceil((ranks - powers) * 2 ** (t - 1) / powers),

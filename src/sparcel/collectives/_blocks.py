@@ -75,7 +75,7 @@ def gather_direct(
         Expected.like(block, nnz, stop - start)
         for nnz, (start, stop) in zip(counts, pairwise(boundaries), strict=True)
     ]
-    parts = wire.gather(wire.pack(wire.compact(block), boundaries[wire.rank]), expected)
+    parts = wire.gather(wire.pack_region(block, boundaries[wire.rank]), expected)
     size = boundaries[-1]
     return _join([part.placed(boundaries[rank], size) for rank, part in enumerate(parts)])
 
@@ -190,7 +190,7 @@ def _direct_blocks(
 ) -> list[float]:
     """Return the bytes of each rank's message in `gather_direct`."""
     sizes = [stop - start for start, stop in pairwise(boundaries)]
-    return [lengths.message(nnz, size) for nnz, size in zip(counts, sizes, strict=True)]
+    return [lengths.region_message(nnz, size) for nnz, size in zip(counts, sizes, strict=True)]
 
 
 def _evened_blocks(lengths: Lengths, counts: Sequence[int]) -> list[float]:

@@ -67,7 +67,8 @@ def sum_counts(
     own, finite = device.read_flagged(counts, finite)
     if comm.size <= DIRECT_RANKS:
         return _sum_directly(own.to(dtype), comm, finite)
-    stream = SparseStream.from_dense(own.to(dtype))
+    places = own.nonzero().squeeze(1)
+    stream = SparseStream(places, own[places].to(dtype), own.numel())
     stream.finite = finite
     add = recursive_doubling if comm.size <= _FEW_RANKS else halving_doubling
     total = add(stream, Wire(comm, control=ALL_CONTROL))

@@ -22,7 +22,7 @@ def fold(
     powers, partner = patterns.fold(wire.rank, wire.size)
     if wire.rank >= powers:
         assert partner is not None, "a rank beyond the power of two has a partner"
-        wire.exchange({partner: wire.pack(own)}, {})
+        wire.exchange({partner: wire.pack_region(own)}, {})
     elif partner is not None:
         own = wire.exchange_and_reduce(own, {}, [partner], max_nnz, op)
     if max_nnz is not None and powers < wire.size:
@@ -47,13 +47,14 @@ def fold_stages(problem: Problem) -> Iterator[Stage]:
     if partner is None:
         return
     busy = (problem.ranks - powers) / problem.ranks
-    own, other = problem.entries([problem.rank]), problem.entries([partner])
-    yield Work("encode", problem.message(own), busy)
+    own = problem.region_message([problem.rank], 0, problem.size)
+    other = problem.region_message([partner], 0, problem.size)
+    yield Work("encode", own, busy)
     if problem.rank >= powers:
-        yield Exchange("tree", (problem.message(own),), (), powers)
+        yield Exchange("tree", (own,), (), powers)
     else:
-        yield Exchange("tree", (), (problem.message(other),), powers)
-        yield Work("merge", own + other, busy)
+        yield Exchange("tree", (), (other,), powers)
+        yield Work("merge", problem.entries([problem.rank]) + problem.entries([partner]), busy)
 
 
 def unfold_stages(problem: Problem, message: float) -> Iterator[Stage]:

@@ -19,7 +19,8 @@ def allgather(
     Rounds: ⌈log₂P⌉. Words a rank: 2k(P−1). Best if indices hardly overlap and P is small.
     Source: gTop-k, Algorithm 1 (TopKAllReduce); SparCML, section 5.3, case (1).
     """
-    return wire.gather_and_reduce(wire.compact(stream, op), max_nnz, op)
+    total = wire.gather_and_reduce(wire.compact(stream, op), max_nnz, op)
+    return wire.compact(total, op)
 
 
 def stages(problem: Problem) -> Iterator[Stage]:

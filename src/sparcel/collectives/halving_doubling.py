@@ -11,7 +11,7 @@ from sparcel import patterns
 from sparcel.collectives._fold import fold, fold_stages, unfold, unfold_stages
 from sparcel.formats import Expected, Packet
 from sparcel.ops import SUM, Op
-from sparcel.stages import ROUND_OPERATIONS, Exchange, Problem, Stage, Work, copied, merge_two
+from sparcel.stages import ROUND_OPERATIONS, Exchange, Problem, Stage, Work, copied
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire, collective
 
@@ -32,11 +32,11 @@ def halving_doubling(
     """
     powers = patterns.fold(wire.rank, wire.size).powers
     boundaries = patterns.regions(stream.size, powers)
-    total, bound = fold(wire.compact(stream, op), wire, op, max_nnz)
+    total, bound = fold(stream, wire, op, max_nnz)
     packets: list[Packet] = []
     if wire.rank < powers:
         region = _halve(total, boundaries, wire, op, bound)
-        own = wire.pack(wire.compact(region, op), boundaries[wire.rank])
+        own = wire.pack_region(region, boundaries[wire.rank])
         packets = _double(own, boundaries, wire)
     packets = unfold(packets, wire, _regions(stream, boundaries))
     return wire.concatenate([packet.stream for packet in packets], op)
@@ -51,9 +51,9 @@ def _halve(
     """
     for peer, _, distance, _ in patterns.halving(wire.rank, len(boundaries) - 1):
         start, middle, stop = _halves(wire.rank, distance, boundaries)
-        halves = [wire.compact(part, op) for part in total.split([0, middle - start, stop - start])]
+        halves = total.split([0, middle - start, stop - start])
         keep, give = halves if wire.rank < peer else halves[::-1]
-        given = wire.pack(give, middle if wire.rank < peer else start)
+        given = wire.pack_region(give, middle if wire.rank < peer else start)
         total = wire.exchange_and_reduce(keep, {peer: given}, [peer], bound, op)
         bound = None if bound is None else 2 * bound
     return total
@@ -99,8 +99,8 @@ def stages(problem: Problem) -> Iterator[Stage]:
             yield Work("encode", given.nbytes)
             yield from _swap(problem, given, coming, distance)
             start, stop = halves.range(rank, distance)
-            own, other = halves.summed(rank, 2 * distance), halves.summed(peer, 2 * distance)
-            yield from merge_two(problem, own, other, start, stop)
+            summed = halves.summed(rank, 2 * distance), halves.summed(peer, 2 * distance)
+            yield Work("merge", sum(problem.entries(ranks, start, stop) for ranks in summed))
         for peer, _, distance, _ in patterns.doubling(rank, powers):
             held, coming = halves.joined(rank, distance), halves.joined(peer, distance)
             yield Work("small", ROUND_OPERATIONS)
@@ -128,13 +128,12 @@ class _Halves:
     """The partial sums that ranks hold in each round.
 
     After the exchange with a partner at ``distance``, a rank holds a range of ``distance``
-    regions. Its sum covers the ranks whose distance to it is a multiple of ``distance``. A dense
-    partial sum stays dense.
+    regions. Its sum covers the ranks whose distance to it is a multiple of ``distance``.
     """
 
     def __init__(self, problem: Problem, boundaries: Sequence[int]) -> None:
         self.problem, self.boundaries, self.powers = problem, boundaries, len(boundaries) - 1
-        self.is_dense, self.region = cache(self._is_dense), cache(self._region)
+        self.region = cache(self._region)
 
     def range(self, rank: int, distance: int) -> tuple[int, int]:
         """Return the aligned range of ``distance`` regions that contains the rank's region."""
@@ -151,9 +150,7 @@ class _Halves:
 
     def part(self, sender: int, receiver: int, distance: int) -> _Part:
         """Return the part of its partial sum that a rank sends to its partner."""
-        start, stop = self.range(receiver, distance)
-        dense = self.is_dense(sender, 2 * distance)
-        return self._part(self.summed(sender, 2 * distance), start, stop, dense)
+        return self._part(self.summed(sender, 2 * distance), *self.range(receiver, distance))
 
     def joined(self, rank: int, distance: int) -> _Part:
         """Return what a rank holds of the result when it has gathered ``distance`` regions."""
@@ -164,20 +161,9 @@ class _Halves:
 
     def _region(self, rank: int) -> _Part:
         """Return the message of a rank's own region of the result."""
-        start, stop = self.range(rank, 1)
-        return self._part(self.problem.everyone, start, stop, self.is_dense(rank, 1))
+        return self._part(self.problem.everyone, *self.range(rank, 1))
 
-    def _part(self, ranks: Sequence[int], start: int, stop: int, dense: bool) -> _Part:
+    def _part(self, ranks: Sequence[int], start: int, stop: int) -> _Part:
         """Return the message of the sum of some ranks' streams in a range."""
-        size = stop - start
-        stored = size if dense else self.problem.entries(ranks, start, stop)
-        return _Part(self.problem.message(stored, size), stored)
-
-    def _is_dense(self, rank: int, distance: int) -> bool:
-        """Tell whether a rank's partial sum is dense, because of its count or a dense summand."""
-        start, stop = self.range(rank, distance)
-        stored = self.problem.stored(self.summed(rank, distance), start, stop)
-        if self.problem.is_dense(stored, stop - start):
-            return True
-        before = (rank, rank ^ distance) if distance < self.powers else ()
-        return any(self.is_dense(other, 2 * distance) for other in before)
+        stored = self.problem.entries(ranks, start, stop)
+        return _Part(self.problem.region_message(ranks, start, stop), stored)

@@ -26,14 +26,16 @@ def recursive_doubling(
     indices) to 2k(P−1) (disjoint ones), plus the words of the folding.
     Source: SparCML, section 5.3.1 (SSAR_Recursive_double) and appendix A.
     """
-    total, bound = fold(wire.compact(stream, op), wire, op, max_nnz)
+    total, bound = fold(stream, wire, op, max_nnz)
+    total = wire.compact(total, op)
     powers = patterns.fold(wire.rank, wire.size).powers
     if wire.rank < powers:
         for peer, _, distance, _ in patterns.doubling(wire.rank, powers):
             # The ranks of a group pack the same sum. Partners reduce in the order of the ranks, so
             # both compute the same bits.
             packet = wire.pack(total, holder=wire.rank // distance * distance)
-            total = wire.exchange_and_reduce(packet.stream, {peer: packet}, [peer], bound, op)
+            pair = wire.exchange_and_reduce(packet.stream, {peer: packet}, [peer], bound, op)
+            total = wire.compact(pair, op)
             bound = None if bound is None else 2 * bound
     if powers == wire.size:
         return total
@@ -56,7 +58,7 @@ def stages(problem: Problem) -> Iterator[Stage]:
             yield Work("encode", message)
             inside = distance < problem.ranks_per_node
             yield Exchange("shift", (message,), (arriving,), distance, inside)
-            yield from merge_two(problem, held, other, 0, problem.size)
+            yield from merge_two(problem, held, other)
     yield from unfold_stages(problem, problem.message(problem.entries(problem.everyone)))
 
 

@@ -33,7 +33,7 @@ def reduce_scatter(
     Source: SparCML, section 5.3.2 (the split phase).
     """
     boundaries = patterns.regions(stream.size, wire.size)
-    return reduce_regions(wire.compact(stream, op), boundaries, wire, op, max_nnz)
+    return wire.compact(reduce_regions(stream, boundaries, wire, op, max_nnz), op)
 
 
 def reduce_regions(
@@ -43,18 +43,15 @@ def reduce_regions(
     op: Op = SUM,
     max_nnz: int | None = None,
 ) -> SparseStream:
-    """Return this rank's region of the reduced stream, like `reduce_scatter`, for any boundaries.
+    """Return this rank's region of the reduced stream, for any boundaries, as `Wire.reduce` does.
 
     Rank r owns ``[boundaries[r], boundaries[r + 1])``; all ranks pass the same P+1 boundaries.
     """
     parts = stream.split(boundaries)
     rounds = patterns.rotation(wire.rank, wire.size)
-    sends = {
-        owner: wire.pack(wire.compact(parts[owner], op), boundaries[owner]) for owner, *_ in rounds
-    }
+    sends = {owner: wire.pack_region(parts[owner], boundaries[owner]) for owner, *_ in rounds}
     sources = [source for _, source, *_ in rounds]
-    region = wire.exchange_and_reduce(parts[wire.rank], sends, sources, max_nnz, op)
-    return wire.compact(region, op)
+    return wire.exchange_and_reduce(parts[wire.rank], sends, sources, max_nnz, op)
 
 
 def sum_regions(vector: Tensor, wire: Wire, dtype: torch.dtype) -> Tensor:
@@ -112,8 +109,7 @@ def stages(problem: Problem, boundaries: Sequence[int] | None = None) -> Iterato
     rank, ranks = problem.rank, problem.ranks
 
     def slice_of(sender: int, owner: int) -> float:
-        start, stop = boundaries[owner], boundaries[owner + 1]
-        return problem.message(problem.stored([sender], start, stop), stop - start)
+        return problem.region_message([sender], boundaries[owner], boundaries[owner + 1])
 
     start, stop = boundaries[rank], boundaries[rank + 1]
     if ranks > 1:

@@ -28,16 +28,15 @@ def ring(
     """
     rank, ranks = wire.rank, wire.size
     boundaries = patterns.regions(stream.size, ranks)
-    parts = wire.compact(stream, op).split(boundaries)
-    parts = [wire.compact(part, op) for part in parts]
+    parts = stream.split(boundaries)
     bound = None if max_nnz is None else max_nnz * ranks
     for step, (after, before, *_) in enumerate(patterns.ring(rank, ranks)):
         leaving, arriving = (rank - step) % ranks, (rank - step - 1) % ranks
-        packet, own = wire.pack(parts[leaving], boundaries[leaving]), parts[arriving]
+        packet, own = wire.pack_region(parts[leaving], boundaries[leaving]), parts[arriving]
         came = wire.exchange({after: packet}, {before: Expected.like(own, bound)})[before]
         parts[arriving] = wire.reduce([came.stream, own], op)
     complete = (rank + 1) % ranks
-    packet = wire.pack(parts[complete], boundaries[complete])
+    packet = wire.pack_region(parts[complete], boundaries[complete])
     parts[complete] = packet.stream
     for step, (after, before, *_) in enumerate(patterns.ring(rank, ranks)):
         arriving = (rank - step) % ranks
@@ -52,16 +51,15 @@ def stages(problem: Problem) -> Iterator[Stage]:
     rank, ranks, regions = problem.rank, problem.ranks, problem.regions
 
     def entries(streams: list[int], region: int) -> float:
-        return problem.stored(streams, regions[region], regions[region + 1])
+        return problem.entries(streams, regions[region], regions[region + 1])
+
+    def message(streams: list[int], region: int) -> float:
+        return problem.region_message(streams, regions[region], regions[region + 1])
 
     def pass_on(sent: list[int], leaving: int, came: list[int], arriving: int) -> Iterator[Stage]:
-        size = regions[leaving + 1] - regions[leaving]
-        message = problem.message(entries(sent, leaving), size)
-        size = regions[arriving + 1] - regions[arriving]
-        yield Work("encode", message)
-        coming = entries(came, arriving)
-        yield Exchange("shift", (message,), (problem.message(coming, size),))
-        yield copied(0 if problem.is_dense(coming, size) else coming)
+        yield Work("encode", message(sent, leaving))
+        yield Exchange("shift", (message(sent, leaving),), (message(came, arriving),))
+        yield copied(entries(came, arriving))
 
     yield copied(problem.k)
     for step in range(ranks - 1):

@@ -37,7 +37,8 @@ class Format:
 
     All ranks use the same format. A message's length follows from its stream's size, count of
     entries and dtype alone, so ranks agree on lengths and predictions are exact. A stream of which
-    many coordinates are stored travels dense, without indices: see `dense_from`.
+    many coordinates are stored travels dense, without indices: see `dense_from`; a region of a sum,
+    with a bit for each coordinate: see `for_region`.
 
     Parameters
     ----------
@@ -125,6 +126,19 @@ class Format:
         if self == RAW:
             return dense_in_memory_from(size, value_bytes)
         return _dense_from(self, size, value_bytes)
+
+    def for_region(self, nnz: int, size: int, value_bytes: int) -> Format | None:
+        """Return the format in which a region of a sum travels, or None if it travels dense.
+
+        A region is dense where all of its coordinates are stored. A sum must not forget which are,
+        so from `dense_from` on its indices are packed, mostly as a bit for each coordinate. Only
+        where values are rounded does it travel dense as soon as that takes fewer bytes.
+        """
+        if nnz < self.dense_from(size, value_bytes):
+            return self
+        packed = Format("packed", self.values)
+        all_stored = packed.dense_from(size, value_bytes) if self.loses else size
+        return packed if nnz < all_stored else None
 
     def check_holds(self, dtype: torch.dtype, width: int | None) -> None:
         """Raise `InputError` if values of that dtype, in rows of that width, cannot be rounded."""

@@ -218,7 +218,7 @@ def _gather_shards(
 ) -> SparseStream:
     """Join the averages of all shards; a dense result is written to ``out``, if given."""
     expected = [Expected.like(average, size=stop - start) for start, stop in pairwise(boundaries)]
-    return wire.concatenate(wire.gather(wire.pack(wire.compact(average)), expected), out=out)
+    return wire.concatenate(wire.gather(wire.pack_region(average), expected), out=out)
 
 
 def stages_on_nodes(inner: Stages, is_dense: bool, problem: Problem) -> Iterator[Stage]:
@@ -246,7 +246,8 @@ def stages_on_nodes(inner: Stages, is_dense: bool, problem: Problem) -> Iterator
     yield from inner(across)
     total = own if is_dense else across.entries(range(nodes))
     if here > 1:
-        blocks = [inside.message(size if is_dense else total, size) for size in shards]
+        lengths = inside.lengths
+        blocks = [lengths.region_message(size if is_dense else total, size) for size in shards]
         at_most = max(inside.most_bytes(None, size) for size in shards)
         yield from gather_stages(blocks, place, at_most, inside=True)
         yield copied(total, times=here)
