@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 import sparcel
 from sparcel import SparseStream, simulate
@@ -68,8 +69,15 @@ def _rows(stream):
 BAD = [
     (lambda s, c: sparcel.all_reduce(s, "mean", group=c), r"op must be one of sum, .*'mean'"),
     (lambda s, c: sparcel.all_reduce(s, algorithm="ringg", group=c), r"did you mean 'ring'\?"),
-    (lambda s, c: sparcel.all_reduce(s, algorithm="gtopk", group=c), r"gtopk\(stream, wire, k\)"),
-    (lambda s, c: sparcel.all_reduce(s, algorithm="oktopk", group=c), r"oktopk\(stream, wire, k\)"),
+    (
+        lambda s, c: sparcel.all_reduce(s, algorithm="gtopk", group=c),
+        r"all_reduce_topk\(stream, k, a",
+    ),
+    (lambda s, c: sparcel.all_reduce_topk(s, 2, "oktop", c), r"did you mean 'oktopk' or"),
+    (lambda s, c: sparcel.all_reduce_topk(s, 0, group=c), r"k must be at least 1, got 0"),
+    (lambda s, c: sparcel.all_reduce_topk(_whole(s), 2, group=c), r"scalar float values, got"),
+    (lambda s, c: sparcel.all_reduce_topk(_rows(s), 2, group=c), r"scalar float values, got"),
+    (lambda s, c: sparcel.all_reduce_topk(s, 2, max_nnz=1, group=c), r"max_nnz must bound"),
     (lambda s, c: sparcel.all_reduce(s, format="pack", group=c), r"did you mean 'packed' or"),
     (lambda s, c: sparcel.all_reduce(s, format="raw:3", group=c), r"format cannot be 'raw:3'"),
     (lambda s, c: sparcel.all_reduce(s, format="packed4", group=c), r"did you mean 'packed:4' or"),
@@ -134,6 +142,41 @@ def test_what_a_format_rounds_away_is_returned(world, format):
     assert not any(full(lost).any() for _, lost in sent[1:])
 
 
+@given(
+    st.sampled_from(["oktopk", "gtopk", "gathered_topk"]),
+    st.sampled_from(["raw", "auto", "packed:4", "raw:2"]),
+    st.integers(1, 9),
+    st.integers(1, 200),
+    st.integers(1, 30),
+    st.booleans(),
+)
+def test_the_largest_and_what_all_ranks_lost_are_the_sum(
+    algorithm, format, world, size, k, bounded
+):
+    generator = torch.Generator().manual_seed(world * size)
+    streams = [
+        sparcel.topk(torch.randn(size, generator=generator, dtype=torch.float64), k)
+        for _ in range(world)
+    ]
+
+    def on_rank(comm):
+        by = {"algorithm": algorithm, "format": format, "max_nnz": k if bounded else None}
+        now = sparcel.all_reduce_topk(streams[comm.rank], k, group=comm, **by)
+        later = sparcel.all_reduce_topk(streams[comm.rank], k, group=comm, async_op=True, **by)
+        assert all(map(same_stream, now, later.wait()))
+        return now
+
+    results = simulate(world, on_rank).results
+    expected = sum(map(full, streams))
+    total = results[0][0]
+    assert all(same_stream(one, total) for one, _ in results)
+    assert not total.is_dense and total.nnz <= k
+    lost = sum(full(lost) for _, lost in results)
+    torch.testing.assert_close(full(total) + lost, expected, rtol=0, atol=1e-12)
+    if format in ("raw", "auto") and algorithm != "gtopk":
+        assert same_stream(total, sparcel.topk(expected, k))
+
+
 def test_all_errors_derive_from_sparcel_error():
     assert issubclass(InputError, SparcelError)
     assert issubclass(InputError, ValueError)
@@ -162,7 +205,12 @@ def through_the_default_group(comm):
     stream = make_stream([comm.rank, 20], comm.rank, 64)
     handle = sparcel.all_reduce(stream, "sum", "ring", async_op=True)
     results = [sparcel.all_reduce(stream, op) for op in ("sum", "product", "min", "max")]
-    return [handle.wait(), *results, *sparcel.all_gather(stream)]
+    return [
+        handle.wait(),
+        *results,
+        *sparcel.all_reduce_topk(stream, 1),
+        *sparcel.all_gather(stream),
+    ]
 
 
 @pytest.mark.processes
@@ -171,7 +219,8 @@ def test_default_process_group_is_used_if_none_is_given(run_on, world_size):
     streams = [make_stream([rank, 20], rank, 64) for rank in range(world_size)]
     for ring, *by_op in run_on(world_size, through_the_default_group):
         assert torch.equal(full(ring), dense_reference(streams, OPS["sum"]))
-        gathered = by_op[4:]
+        largest, _, *gathered = by_op[4:]
+        assert same_stream(largest, sparcel.topk(full(ring), 1))
         for name, result in zip(("sum", "product", "min", "max"), by_op[:4], strict=True):
             assert torch.equal(full(result, OPS[name]), dense_reference(streams, OPS[name]))
         assert all(map(same_stream, gathered, streams))

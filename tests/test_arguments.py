@@ -135,6 +135,11 @@ def test_arguments_of_wrong_types_are_named(
 
 ON_RANKS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (sparcel.all_reduce, {"stream": STREAM}, "stream op algorithm group async_op max_nnz"),
+    (
+        sparcel.all_reduce_topk,
+        {"stream": STREAM, "k": 2},
+        "stream k algorithm group async_op max_nnz format",
+    ),
     (sparcel.all_gather, {"stream": STREAM}, "stream group async_op"),
     (sparcel.reduce_scatter, {"stream": STREAM}, "stream op group async_op"),
     (sparcel.broadcast, {"stream": STREAM}, "stream root group async_op"),

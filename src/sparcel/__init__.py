@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sparcel.api import all_gather, all_reduce, broadcast, reduce_scatter
+    from sparcel.api import all_gather, all_reduce, all_reduce_topk, broadcast, reduce_scatter
     from sparcel.attaching import attach
     from sparcel.comm import simulate
     from sparcel.ops import Op
@@ -27,6 +27,7 @@ __all__ = [
     "__version__",
     "all_gather",
     "all_reduce",
+    "all_reduce_topk",
     "attach",
     "broadcast",
     "reduce_scatter",
@@ -36,7 +37,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(("all_gather", "all_reduce", "broadcast", "reduce_scatter"), "api"),
+    **dict.fromkeys(
+        ("all_gather", "all_reduce", "all_reduce_topk", "broadcast", "reduce_scatter"), "api"
+    ),
     **dict.fromkeys(("Hierarchical", "scheme"), "schemes"),
     **dict.fromkeys(("Handle", "Phase", "Schedule"), "training"),
     "Op": "ops",

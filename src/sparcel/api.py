@@ -9,7 +9,7 @@ from sparcel import auto, collectives
 from sparcel._checks import check_type, checked_flag, checked_whole
 from sparcel.comm import Communicator, Group, Job, resolve
 from sparcel.device import settle
-from sparcel.errors import InputError
+from sparcel.errors import InputError, checked_name
 from sparcel.formats import Format, format_named
 from sparcel.ops import SUM, Op
 from sparcel.ops import resolve as resolve_op
@@ -124,14 +124,90 @@ def all_reduce(
         max_nnz = checked_whole(max_nnz, "max_nnz", at_least=0)
 
     def reduced(wire: Wire) -> SparseStream:
-        if max_nnz is not None and stream.nnz > max_nnz:
-            raise InputError(
-                f"max_nnz must bound the entries of every rank's stream, got {max_nnz} for a stream"
-                f" of {stream.nnz}; leave max_nnz out if no bound is known"
-            )
+        _check_bound(stream, max_nnz)
         return _unshared(auto.all_reduce(stream, wire, op, algorithm, max_nnz), stream)
 
     return _run(comm, reduced, stream, format, async_op, op, max_nnz)
+
+
+@overload
+def all_reduce_topk(
+    stream: SparseStream,
+    k: int,
+    algorithm: str = ...,
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+    max_nnz: int | None = ...,
+    format: str | Format = ...,
+) -> tuple[SparseStream, SparseStream]: ...
+@overload
+def all_reduce_topk(
+    stream: SparseStream,
+    k: int,
+    algorithm: str = ...,
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+    max_nnz: int | None = ...,
+    format: str | Format = ...,
+) -> Job[tuple[SparseStream, SparseStream]]: ...
+def all_reduce_topk(
+    stream: SparseStream,
+    k: int,
+    algorithm: str = "oktopk",
+    group: Group = None,
+    async_op: bool = False,
+    max_nnz: int | None = None,
+    format: str | Format = "raw",
+) -> Any:
+    """Sum the streams of all ranks, and keep the k largest magnitudes; every rank gets them.
+
+    Parameters
+    ----------
+    stream
+        Scalar float values, mostly those that this rank has selected; size and dtype must be the
+        same on every rank.
+    k
+        How many coordinates of the sum are kept, at most; the same on every rank. Zeros never are.
+    algorithm
+        ``"oktopk"`` finds the k largest of the sum, ties going to the lowest index, and sends
+        a few times k words, whatever P. ``"gathered_topk"`` finds them by sending every stream to
+        every rank. ``"gtopk"`` adds streams in pairs up a tree and keeps the k largest of each sum,
+        which comes close to the k largest of all and takes 2⌈log₂P⌉ rounds.
+    group, async_op, max_nnz, format
+        As for `all_reduce`. A format that rounds may change which coordinates are the largest.
+
+    Returns
+    -------
+    total, lost
+        The selected sums, sparse and the same on all ranks, and what this rank alone lost: sums or
+        parts of them that were not selected, and what rounding took. ``total`` and all ranks'
+        ``lost`` make up the sum of the streams; add ``lost`` to what is sent next, and nothing is
+        lost in the end. If a stream or a sum is not finite, neither is ``total``, and both are
+        without meaning. With ``async_op``, a `Job` whose ``wait()`` returns the two.
+
+    Raises
+    ------
+    InputError
+        For an unknown algorithm or format, values that are not scalar floats, or a stream with
+        more entries than ``max_nnz``.
+    MismatchError, CommunicationError
+        As `all_reduce`.
+
+    Source: Ok-Topk, Algorithm 1; gTop-k, Algorithms 2 and 3.
+    """
+    comm, k = _communicator(group, stream), checked_whole(k, "k", at_least=1)
+    collectives.check_selectable(stream)
+    select = collectives.SELECTING[checked_name(algorithm, collectives.SELECTING, "algorithm")]
+    if max_nnz is not None:
+        max_nnz = checked_whole(max_nnz, "max_nnz", at_least=0)
+
+    def selected(wire: Wire) -> tuple[SparseStream, SparseStream]:
+        _check_bound(stream, max_nnz)
+        found = select(stream, wire, k, max_nnz)
+        return _copy(found.total), reduce([found.dropped, *_lost(wire, stream.size)])
+
+    return _submit(comm, selected, stream, format, async_op, SUM, max_nnz)
 
 
 @overload
@@ -288,6 +364,14 @@ def broadcast(
     return _run(comm, sent, stream, format, async_op)
 
 
+def _check_bound(stream: SparseStream, max_nnz: int | None) -> None:
+    if max_nnz is not None and stream.nnz > max_nnz:
+        raise InputError(
+            f"max_nnz must bound the entries of every rank's stream, got {max_nnz} for a stream of"
+            f" {stream.nnz}; leave max_nnz out if no bound is known"
+        )
+
+
 def _run(
     comm: Communicator,
     collective: Callable[[Wire], Any],
@@ -314,6 +398,27 @@ def _run(
     InputError
         When the format is unknown, or cannot hold such a stream and its sums.
     """
+
+    def with_lost(wire: Wire) -> Any:
+        result = collective(wire)
+        if not wire.format.loses:
+            return result
+        like = result if stream is None else stream
+        return result, reduce([like.empty_like(), *_lost(wire, like.size)])
+
+    return _submit(comm, with_lost, stream, format, async_op, op, max_nnz)
+
+
+def _submit(
+    comm: Communicator,
+    collective: Callable[[Wire], Any],
+    stream: SparseStream | None,
+    format: str | Format,
+    async_op: bool,
+    op: Op,
+    max_nnz: int | None,
+) -> Any:
+    """Run a collective as `_run` does, and return its result alone."""
     layout = None if format == "auto" else format_named(format)
     if layout is not None and layout.loses and stream is not None:
         layout.check_holds(stream.dtype, stream.width)
@@ -326,14 +431,15 @@ def _run(
     def job() -> Any:
         wire = Wire(comm, layout or _fastest_format(comm, stream, max_nnz))
         result = collective(wire)
-        if wire.format.loses:
-            like = result if stream is None else stream
-            lost = [part.placed(start, like.size) for start, part in wire.take_lost()]
-            result = result, reduce([like.empty_like(), *lost])
         settle()  # nobody else asks whether messages from a GPU were sound
         return result
 
     return comm.submit(job) if checked_flag(async_op, "async_op") else comm.run(job)
+
+
+def _lost(wire: Wire, size: int) -> list[SparseStream]:
+    """Return what rounding took from this rank, as streams over a vector of ``size``."""
+    return [part.placed(start, size) for start, part in wire.take_lost()]
 
 
 def _fastest_format(comm: Communicator, stream: SparseStream | None, max_nnz: int | None) -> Format:

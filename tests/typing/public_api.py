@@ -26,6 +26,10 @@ def collectives(stream: sparcel.SparseStream, group: torch.distributed.ProcessGr
     assert_type(sparcel.all_gather(stream), list[sparcel.SparseStream])
     total, lost = sparcel.all_reduce(stream, format="packed:4")
     total.add(lost)  # Any
+    pair = sparcel.all_reduce_topk(stream, 10, "gtopk", group, format="packed:4")
+    assert_type(pair, tuple[sparcel.SparseStream, sparcel.SparseStream])
+    job = sparcel.all_reduce_topk(stream, 10, async_op=True)
+    assert_type(job.wait(), tuple[sparcel.SparseStream, sparcel.SparseStream])
     longest = sparcel.Op(torch.maximum, float("-inf"))
     assert_type(sparcel.all_reduce(stream, longest), sparcel.SparseStream)
 

@@ -21,7 +21,7 @@ from sparcel.collectives.gtopk import GlobalTopk, gathered_topk, gathered_topk_s
 from sparcel.collectives.gtopk import stages as gtopk_stages
 from sparcel.collectives.halving_doubling import halving_doubling
 from sparcel.collectives.halving_doubling import stages as halving_doubling_stages
-from sparcel.collectives.oktopk import oktopk
+from sparcel.collectives.oktopk import check_selectable, oktopk
 from sparcel.collectives.oktopk import stages as oktopk_stages
 from sparcel.collectives.oktopk_reuse import Estimates, oktopk_reuse
 from sparcel.collectives.recursive_doubling import recursive_doubling
@@ -41,6 +41,7 @@ from sparcel.wire import Wire
 __all__ = [
     "ALGORITHMS",
     "OTHER_STAGES",
+    "SELECTING",
     "Algorithm",
     "Estimates",
     "GlobalTopk",
@@ -48,6 +49,7 @@ __all__ = [
     "all_gather",
     "broadcast",
     "check_algorithm",
+    "check_selectable",
     "gathered_topk",
     "gtopk",
     "oktopk",
@@ -79,6 +81,13 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 """The algorithms of `sparcel.all_reduce`, by name."""
 
+SELECTING: dict[str, Callable[[SparseStream, Wire, int, int | None], GlobalTopk]] = {
+    "oktopk": oktopk,
+    "gtopk": lambda stream, wire, k, _: gtopk(stream, wire, k),
+    "gathered_topk": gathered_topk,
+}
+"""The algorithms of `sparcel.all_reduce_topk`, by name: ``(stream, wire, k, max_nnz)``."""
+
 OTHER_STAGES: dict[str, Stages] = {
     "gtopk": gtopk_stages,
     "gathered_topk": gathered_topk_stages,
@@ -92,10 +101,11 @@ OTHER_STAGES: dict[str, Stages] = {
 
 def check_algorithm(name: str, op: Op = SUM) -> None:
     """Raise `InputError` unless ``name`` is "auto" or in the table, and takes ``op``."""
-    if name in ("gtopk", "oktopk"):
+    if name in [*SELECTING]:  # a name of a wrong type may have no hash
         raise InputError(
             f"{name} keeps only the k largest coordinates, so it is not an all_reduce; call"
-            f" sparcel.collectives.{name}(stream, wire, k), or train with the scheme {name!r}"
+            f" sparcel.all_reduce_topk(stream, k, algorithm={name!r}), or train with the scheme"
+            " 'oktopk' or 'gtopk'"
         )
     checked_name(name, ["auto", *ALGORITHMS], "algorithm")
     if name == "dense" and op.name is None:

@@ -108,10 +108,18 @@ def gather_winners(
     return GlobalTopk(total, rest.placed(boundaries[wire.rank], boundaries[-1]))
 
 
+def check_selectable(stream: SparseStream) -> None:
+    """Raise `InputError` unless the largest of a stream's values can be selected."""
+    if stream.width is not None or not stream.dtype.is_floating_point:
+        raise InputError(
+            f"the largest are selected among scalar float values, got {stream}; convert the values,"
+            " or sum everything with all_reduce"
+        )
+
+
 def selectable(stream: SparseStream) -> SparseStream:
     """Return the stream itself, or the nonzero coordinates of a dense one."""
-    if stream.width is not None or not stream.dtype.is_floating_point:
-        raise InputError(f"oktopk selects among scalar float values, got {stream}")
+    check_selectable(stream)
     return stream.largest(stream.size) if stream.is_dense else stream
 
 

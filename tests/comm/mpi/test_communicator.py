@@ -17,7 +17,7 @@ from sparcel.comm.failure import Cause
 from sparcel.errors import CommunicationError, InputError, MismatchError
 from tests.comm import test_lifecycle as lifecycle
 from tests.comm.torch import test_communicator as shared
-from tests.strategies import CIRCLE, case_of, dense_reference, full
+from tests.strategies import CIRCLE, SUM, case_of, dense_reference, full
 
 pytestmark = pytest.mark.processes
 world_sizes = shared.world_sizes
@@ -59,6 +59,7 @@ def on_subgroups(comm: Communicator) -> list[SparseStream]:
         results += sparcel.all_gather(stream, group=upper)
         results.append(sparcel.broadcast(stream if upper.rank == 1 else None, 1, upper))
     results.append(sparcel.reduce_scatter(stream, group=alone))
+    results += sparcel.all_reduce_topk(stream, 3, group=world)
     for group in (halves, upper, alone):
         if group != MPI.COMM_NULL:
             assert resolve(group) is resolve(group)
@@ -71,13 +72,17 @@ def on_subgroups(comm: Communicator) -> list[SparseStream]:
 def test_any_subgroup_of_the_world_is_a_group(run_on_mpi: Runner) -> None:
     world = 5
     streams = case_of("random", world, 60).streams
-    for rank, (half, *upper, alone) in enumerate(run_on_mpi(world, on_subgroups)):
+    results, kept = run_on_mpi(world, on_subgroups), torch.zeros(60)
+    for rank, (half, *upper, alone, total, lost) in enumerate(results):
         expected = dense_reference(streams[rank % 2 :: 2], CIRCLE)
         assert torch.equal(full(half, CIRCLE), expected)
         sources = [*streams[1:], streams[2]] if rank else []
         for came, sent in zip(upper, sources, strict=True):
             assert torch.equal(full(came), full(sent))
         assert torch.equal(full(alone), full(streams[rank]))
+        assert total.nnz == 3
+        kept += full(lost)
+    assert torch.equal(full(total) + kept, dense_reference(streams, SUM))
 
 
 def refusals(comm: Communicator) -> list[str]:
