@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import sparcel
 from sparcel import SparseStream, simulate
+from sparcel.collectives import gtopk
 from sparcel.comm import Job
 from sparcel.errors import CommunicationError, InputError, MismatchError, SparcelError
 from tests.strategies import OPS, case_of, cases, dense_reference, full, make_stream, same_stream
@@ -73,6 +74,7 @@ BAD = [
         lambda s, c: sparcel.all_reduce(s, algorithm="gtopk", group=c),
         r"all_reduce_topk\(stream, k, a",
     ),
+    (lambda s, c: gtopk(s, c, 2), r"wire must be a Wire, got Simulated.*all_reduce_topk take"),
     (lambda s, c: sparcel.all_reduce_topk(s, 2, "oktop", c), r"did you mean 'oktopk' or"),
     (lambda s, c: sparcel.all_reduce_topk(s, 0, group=c), r"k must be at least 1, got 0"),
     (lambda s, c: sparcel.all_reduce_topk(_whole(s), 2, group=c), r"scalar float values, got"),

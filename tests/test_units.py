@@ -1,5 +1,8 @@
 """Parsing of counts, times and rates with units."""
 
+from fractions import Fraction
+from math import ceil
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,3 +99,16 @@ def test_texts_that_are_no_shares_are_named(text: str) -> None:
 def test_rates_may_be_more_than_the_lab_can_emulate() -> None:
     assert units.bits_per_s("100gbit") == 10**11
     assert units.bits_per_s("2.5 Gbit") == 2_500_000_000
+
+
+@given(st.integers(1, 10**9), st.integers(0, 10**6))
+def test_a_share_of_a_count_is_rounded_up_as_the_decimal_that_was_typed(
+    size: int, millionths: int
+) -> None:
+    assert units.share_of(millionths / 10**6, size) == ceil(Fraction(millionths, 10**6) * size)
+
+
+@given(st.integers(1, 10**9), st.data())
+def test_a_count_has_its_own_share(size: int, data: st.DataObject) -> None:
+    count = data.draw(st.integers(0, size))
+    assert units.share_of(count / size, size) == count

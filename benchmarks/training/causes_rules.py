@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass, replace
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks.training.tasks import MOMENTUM
 from sparcel.schemes import front_loaded
+from sparcel.schemes.density import count_for
 from sparcel.selectors import topk
 
 RANKS = 8
@@ -202,7 +202,7 @@ class Exchange:
         if self.rule.result == "union":
             return selected, selected
         sums = (waiting * selected).sum(0)
-        return selected, selected & _largest(sums, math.ceil(density * len(sums)))
+        return selected, selected & _largest(sums, count_for(density, len(sums)))
 
     def _density(self) -> float:
         rule, step = self.rule, self.step - 1
@@ -212,10 +212,10 @@ class Exchange:
 
     def _selected(self, vector: Tensor, density: float) -> Tensor:
         if self.rule.per == "vector":
-            return _largest(vector, math.ceil(density * len(vector)))
+            return _largest(vector, count_for(density, len(vector)))
         if self.rule.per == "layer":
             parts = vector.split(self.sizes)
-            return torch.cat([_largest(one, math.ceil(density * len(one))) for one in parts])
+            return torch.cat([_largest(one, count_for(density, len(one))) for one in parts])
         width = int(self.rule.per)
         rows = nn.functional.pad(vector.abs(), (0, -len(vector) % width)).view(-1, width)
         highest = rows.topk(max(1, round(density * width)), 1)

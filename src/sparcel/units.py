@@ -1,7 +1,8 @@
-"""Parsing of counts, times, rates and shares with units, as typed on the command line."""
+"""Numbers as people type them: counts, times, rates and shares with units; shares of counts."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from fractions import Fraction
@@ -21,6 +22,17 @@ _BYTES: dict[str, Scale] = {
 }
 _BITS_PER_S: dict[str, Scale] = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _SHARES: dict[str, Scale] = {"": 1, "%": Fraction(1, 100)}
+
+
+def share_of(density: float, size: int) -> int:
+    """Return ⌈density·n⌉, for a density in [0, 1]: the least count that is this share of ``size``.
+
+    Shares are compared and not multiplied, because a product is rounded: 0.07·100 is above 7.
+    """
+    if not size:
+        return 0
+    near = math.ceil(density * size)
+    return next(count for count in range(near - 1, near + 2) if count / size >= density)
 
 
 def count(text: str) -> float:

@@ -9,6 +9,7 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 from torch import Tensor
 
 from sparcel import formats
+from sparcel._checks import check_type
 from sparcel.comm import Communicator, call_of, gather_in_rounds
 from sparcel.errors import FormatError, MismatchError
 from sparcel.formats import (
@@ -308,6 +309,7 @@ def collective(
 
     @wraps(function)
     def call(stream: SparseStream, wire: Wire, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        check_type(wire, Wire, "wire", "sparcel.all_reduce and sparcel.all_reduce_topk take groups")
         facts = (
             *(("size", stream.size), ("dtype", stream.dtype), ("width", stream.width)),
             ("format", wire.format),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparcel.formats import Format
+from sparcel.units import share_of
 
 LARGEST_BLOCK, SMALLEST_BLOCK = 16384, 64
 """Coordinates of a block: the most keep a pass in the same pages of memory for a while, the fewest
@@ -124,7 +124,7 @@ def phase(regions: Regions, shares: Shares, format: Format, value_bytes: int) ->
         asked, room, first = 0, 0, 0
         for stop, density in shares:
             last = regions.before(rank, stop)
-            wanted = math.ceil(density * (last - first))
+            wanted = share_of(density, last - first)
             asked += wanted
             room += min(last - first, _ROOM * wanted + _SPARE)
             first = last

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from sparcel._checks import checked_number, checked_whole
 from sparcel.errors import InputError
+from sparcel.units import share_of
 
 
 def checked_schedule(
@@ -92,4 +93,4 @@ def front_loaded_shares(density: float, steps: int) -> dict[float, float]:
 
 def count_for(density: float, size: int) -> int:
     """Return how many of ``size`` coordinates a density asks for: max(1, ⌈density·n⌉)."""
-    return max(1, math.ceil(density * size))
+    return max(1, share_of(density, size))
