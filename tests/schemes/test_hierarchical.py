@@ -113,6 +113,32 @@ def test_a_half_precision_torus_sends_averages_of_all_ranks():
         torch.testing.assert_close(update, torch.full((9,), 4e4), rtol=1e-2, atol=0)
 
 
+@pytest.mark.parametrize("wire", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["torus2d", "hitopk"])
+def test_half_precision_halves_what_travels_dense(name, wire):
+    """Inside nodes and across. Sums over a node are float32; in float16, 2048 + 1 is 2048."""
+    size, ranks = 4000, 8
+
+    def sent(own):
+        def on_rank(comm):
+            made = sparcel.scheme(name, wire=own)
+            gradient = torch.full((size,), 1.0 if comm.rank % 4 else 2048.0)
+            update = made.step(gradient, comm).clone()  # also creates the groups
+            before = comm.traffic.bytes_sent
+            made.step(gradient, comm)
+            return comm.traffic.bytes_sent - before, update
+
+        return simulate(ranks, on_rank, ranks_per_node=4)
+
+    half, whole = sent(wire), sent(None)
+    expected = torch.tensor(2 * (2048 + 3) / ranks).to(getattr(torch, wire)).float()
+    for (few, update), (many, _) in zip(half.results, whole.results, strict=True):
+        dense = many if name == "torus2d" else 4 * size * 3 / 4  # selections are not dense
+        assert few <= many - dense / 2 + 40 * ranks
+        assert update.dtype == torch.float32
+        assert set(update.tolist()) - {0} == {float(expected)}
+
+
 def test_half_precision_is_added_wide_and_rounded_once():
     """In float16, 2048 + 1 is 2048."""
 
@@ -133,7 +159,7 @@ def test_slices_of_regions_make_the_whole_sum(ranks, monkeypatch):
         total = sum(normal(rank, 0, size) for rank in range(ranks))
 
         def on_rank(comm, size=size):
-            return sum_regions(normal(comm.rank, 0, size), Wire(comm), torch.float32)
+            return sum_regions(normal(comm.rank, 0, size), Wire(comm), torch.float32, torch.float32)
 
         report = simulate(ranks, on_rank)
         assert torch.equal(torch.cat(report.results), total)

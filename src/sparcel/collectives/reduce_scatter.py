@@ -54,12 +54,12 @@ def reduce_regions(
     return wire.exchange_and_reduce(parts[wire.rank], sends, sources, max_nnz, op)
 
 
-def sum_regions(vector: Tensor, wire: Wire, dtype: torch.dtype) -> Tensor:
+def sum_regions(vector: Tensor, wire: Wire, dtype: torch.dtype, wired: torch.dtype) -> Tensor:
     """Return this rank's region of the sum of dense vectors, as `reduce_scatter` divides them.
 
-    The vectors travel in their own dtype and are added in ``dtype``, which may be wider. They do so
-    slice by slice, since messages as large as the vector would take fresh memory in each step. A
-    rank alone gets its vector back, or a wider copy.
+    The vectors travel in the dtype ``wired`` and are added in ``dtype``, which may be wider. They
+    do so slice by slice, since messages as large as the vector would take fresh memory in each
+    step. A rank alone gets its vector back, or a wider copy.
     """
     if wire.size == 1:
         return vector.to(dtype)
@@ -67,7 +67,9 @@ def sum_regions(vector: Tensor, wire: Wire, dtype: torch.dtype) -> Tensor:
     rounds, own = patterns.rotation(wire.rank, wire.size), boundaries[wire.rank]
     total = vector.new_empty(boundaries[wire.rank + 1] - own, dtype=dtype)
     for places in _slices(boundaries):
-        parts = [SparseStream.unchecked(None, vector[lo:hi], hi - lo) for lo, hi in places]
+        parts = [
+            SparseStream.unchecked(None, vector[lo:hi].to(wired), hi - lo) for lo, hi in places
+        ]
         packets = wire.exchange(
             {owner: wire.pack(parts[owner]) for owner, *_ in rounds},
             {source: Expected.like(parts[wire.rank]) for _, source, *_ in rounds},

@@ -24,6 +24,11 @@ from sparcel.wire import Wire
 _WIRES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
+def wired_dtype(wire: str | None, own: torch.dtype) -> torch.dtype:
+    """Return the dtype that ``wire`` names, or ``own`` for None; `InputError` for another name."""
+    return own if wire is None else _WIRES[checked_name(wire, _WIRES, "wire")]
+
+
 @dataclass(eq=False)
 class Dense(Scheme):
     """The average of the gradients; nothing is kept back.
@@ -38,8 +43,7 @@ class Dense(Scheme):
     wire: str | None = None
 
     def __post_init__(self) -> None:
-        if self.wire is not None:
-            checked_name(self.wire, _WIRES, "wire")
+        wired_dtype(self.wire, torch.float32)
 
     def reduce(
         self,
@@ -53,7 +57,7 @@ class Dense(Scheme):
         with costs.communicating():
             # An average cannot overflow half precision, but a sum could.
             average = kernels.average(gradient, request.divisor(comm), out)
-            wired = average if self.wire is None else average.to(_WIRES[self.wire])
+            wired = average.to(wired_dtype(self.wire, average.dtype))
             comm.all_reduce(wired)
             average.copy_(wired)
         costs.asked += size

@@ -25,6 +25,7 @@ from sparcel.formats import RAW, Expected
 from sparcel.memory import emptied, wide_dtype
 from sparcel.schemes._stages import apply_stages
 from sparcel.schemes.base import Scheme
+from sparcel.schemes.dense import wired_dtype
 from sparcel.schemes.outcome import Reduced, averaged
 from sparcel.schemes.request import Request
 from sparcel.stages import Problem, Stage, Stages, Work, copied, gather_stages
@@ -49,6 +50,10 @@ class Hierarchical(Scheme):
     ranks_per_node
         How many consecutive ranks form a node. None uses the launcher's variables, or else the
         hostnames.
+    wire
+        ``"bfloat16"``, ``"float16"`` or ``"float32"``: the dtype in which gradients and averages
+        travel inside the node; None for the gradient's own. Sums are float32 or wider. Nobody
+        keeps what this rounding takes.
 
     Source: CommLib, Algorithm 2 (HiTopKComm). With a dense inner scheme this is CommLib's 2D-torus
     all-reduce.
@@ -56,6 +61,7 @@ class Hierarchical(Scheme):
 
     inner: Scheme
     ranks_per_node: int | None = None
+    wire: str | None = None
     _size: int = field(default=0, init=False, repr=False)
     _shard: tuple[int, int] = field(default=(0, 0), init=False, repr=False)
     _loaded: dict[str, Any] | None = field(default=None, init=False, repr=False)
@@ -66,12 +72,14 @@ class Hierarchical(Scheme):
             raise InputError(f"inner must be a scheme, as sparcel.scheme makes, got {self.inner!r}")
         if self.ranks_per_node is not None:
             self.ranks_per_node = checked_whole(self.ranks_per_node, "ranks_per_node", at_least=1)
+        wired_dtype(self.wire, torch.float32)
         self.inner = self.inner.fresh()
 
     def __str__(self) -> str:
         """See `Scheme.__str__`."""
         nodes = "" if self.ranks_per_node is None else f", ranks_per_node={self.ranks_per_node}"
-        return f"Hierarchical({self.inner}{nodes})"
+        wire = "" if self.wire is None else f", wire={self.wire!r}"
+        return f"Hierarchical({self.inner}{nodes}{wire})"
 
     @property
     def memory(self) -> Tensor | None:
@@ -101,19 +109,21 @@ class Hierarchical(Scheme):
     ) -> Reduced:
         """See `Scheme.reduce`; the sum is the average already, in the gradient's dtype."""
         here = comm.grid(self.ranks_per_node)
-        node = Wire(here.node)
+        node, wired = Wire(here.node), gradient.dtype
+        if here.node.size > 1:
+            wired = wired_dtype(self.wire, wired)
         boundaries = patterns.regions(gradient.numel(), here.node.size)
         self._size = gradient.numel()
         self._shard = boundaries[here.node.rank], boundaries[here.node.rank + 1]
         with emptied(gradient, request.apart):  # where a node has one rank, that is the shard
             with request.costs.communicating():
                 self._bring_loaded(gradient, here.node)
-                shard = sum_regions(gradient, node, wide_dtype(gradient.dtype))
+                shard = sum_regions(gradient, node, wide_dtype(gradient.dtype), wired)
             of_shard = self._of_shard(request, shard, comm)
             inner = self.inner.reduce(shard, here.across, of_shard)
         with request.costs.communicating():
-            average = averaged(inner, gradient.dtype)
-            whole = _gather_shards(average, node, boundaries, out)
+            average = averaged(inner, wired)
+            whole = _gather_shards(average, node, boundaries, gradient.dtype, out)
         if out is gradient and whole.indices is not None:
             gradient.zero_()
         return Reduced(whole, None)
@@ -214,11 +224,26 @@ class Hierarchical(Scheme):
 
 
 def _gather_shards(
-    average: SparseStream, wire: Wire, boundaries: Sequence[int], out: Tensor | None
+    average: SparseStream,
+    wire: Wire,
+    boundaries: Sequence[int],
+    dtype: torch.dtype,
+    out: Tensor | None,
 ) -> SparseStream:
-    """Join the averages of all shards; a dense result is written to ``out``, if given."""
+    """Join the averages of all shards in ``dtype``; a dense result is written to ``out``, if given.
+
+    They travel in the dtype that they have.
+    """
     expected = [Expected.like(average, size=stop - start) for start, stop in pairwise(boundaries)]
-    return wire.concatenate(wire.gather(wire.pack_region(average), expected), out=out)
+    shards = wire.gather(wire.pack_region(average), expected)
+    if average.dtype == dtype:
+        return wire.concatenate(shards, out=out)
+    whole = wire.concatenate(shards)
+    if whole.indices is not None or out is None:
+        out = whole.values.to(dtype)
+    else:
+        out.copy_(whole.values)
+    return SparseStream.unchecked(whole.indices, out, whole.size, whole.finite)
 
 
 def stages_on_nodes(inner: Stages, is_dense: bool, problem: Problem) -> Iterator[Stage]:

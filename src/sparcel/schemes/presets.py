@@ -25,23 +25,26 @@ def hitopk(
     warmup: Sequence[float] = (),
     warmup_steps: int | None = None,
     format: str | Format = "raw",
+    wire: str | None = None,
 ) -> Scheme:
     """HiTopKComm: dense sums inside the node, top-k and all-gather across nodes.
 
-    The paper selects with ``selector="mstopk"``. Source: CommLib, Algorithm 2.
+    The paper selects with ``selector="mstopk"``. ``wire`` is the dtype of what travels inside the
+    node, and ``format`` the format of what travels across. Source: CommLib, Algorithm 2.
     """
     inner = TopK(
         density, warmup, warmup_steps, format=format, selector=selector, algorithm="allgather"
     )
-    return Hierarchical(inner, ranks_per_node)
+    return Hierarchical(inner, ranks_per_node, wire)
 
 
 def torus2d(ranks_per_node: int | None = None, wire: str | None = None) -> Scheme:
     """2D-torus all-reduce: dense sums inside the node, across nodes, inside the node again.
 
-    Source: CommLib, section 5.3 (2DTAR), after Mikami et al. and Cho et al.
+    ``wire`` is the dtype of what travels, inside nodes and across. Source: CommLib, section 5.3
+    (2DTAR), after Mikami et al. and Cho et al.
     """
-    return Hierarchical(Dense(wire), ranks_per_node)
+    return Hierarchical(Dense(wire), ranks_per_node, wire)
 
 
 def mstopk(
