@@ -173,7 +173,7 @@ def all_reduce_topk(
         ``"oktopk"`` finds the k largest of the sum, ties going to the lowest index, and sends
         a few times k words, whatever P. ``"gathered_topk"`` finds them by sending every stream to
         every rank. ``"gtopk"`` adds streams in pairs up a tree and keeps the k largest of each sum,
-        which comes close to the k largest of all and takes 2⌈log₂P⌉ rounds.
+        which comes close to the k largest of all in few rounds.
     group, async_op, max_nnz, format
         As for `all_reduce`. A format that rounds may change which coordinates are the largest.
 
@@ -335,7 +335,6 @@ def broadcast(
 
     They get it on the device from which the group communicates: the CPU, or NCCL's GPU.
 
-    Rounds: 2⌈log₂P⌉, and ⌈log₂P⌉ more for long streams.
     ``format`` is as for `all_reduce`, except ``"auto"``. With one that rounds, the result is the
     pair of the stream, which is rounded on the root too, and what this rank lost.
 

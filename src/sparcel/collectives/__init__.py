@@ -1,7 +1,8 @@
 """Collectives: algorithms over streams, one file each, to be read beside its paper.
 
 A collective is a plain function from a stream and a `sparcel.wire.Wire` to a stream. Its file also
-holds its ``stages``: its exchanges and its work, for the cost model.
+holds its ``stages``: its exchanges and its work, for the cost model. Its rounds, messages and bytes
+stand in docs/explanation/algorithms.md alone, whose formulas tests compare with what is counted.
 """
 
 from __future__ import annotations

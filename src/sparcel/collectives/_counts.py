@@ -28,7 +28,7 @@ from sparcel.wire import Wire
 _FEW_RANKS = 16
 """The most ranks with which counts are summed by recursive doubling. It takes half the rounds of
 halving and doubling, but ⌈log₂P⌉ instead of 2 times the bytes, some KB. Up to `DIRECT_RANKS`, one
-round with P−1 times the bytes is better still."""
+exchange of P−1 times the bytes is better still."""
 
 _DIRECT_OPERATIONS = 12
 """Small operations of a direct gather of integers, besides those on its message."""

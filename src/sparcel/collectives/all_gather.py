@@ -17,7 +17,7 @@ def all_gather(stream: SparseStream, wire: Wire, max_nnz: int | None = None) -> 
     Sparse streams are never made dense, because absent coordinates would become explicit zeros.
     ``max_nnz`` bounds the entries of each; if they are few, few ranks send them straight to all.
 
-    Rounds: ⌈log₂P⌉. A rank receives the P−1 other streams and sends P−1 streams (Bruck's pattern).
+    A rank receives the P−1 other streams and sends P−1 streams: see `Wire.gather_messages`.
     Source: SparCML, section 5.2 (allgather).
     """
     expected = [Expected.like(stream, max_nnz, stays_sparse=True)] * wire.size

@@ -16,7 +16,7 @@ def allgather(
 ) -> SparseStream:
     """Reduce over all ranks; every rank reduces all P streams, in the order of the ranks.
 
-    Rounds: ⌈log₂P⌉. Words a rank: 2k(P−1). Best if indices hardly overlap and P is small.
+    Words a rank: 2k(P−1). Best if indices hardly overlap and P is small.
     Source: gTop-k, Algorithm 1 (TopKAllReduce); SparCML, section 5.3, case (1).
     """
     total = wire.gather_and_reduce(wire.compact(stream, op), max_nnz, op)

@@ -38,9 +38,8 @@ def broadcast(
         What all ranks know about the stream, or None. If it is given, the root hears from no rank,
         and may return although others made another call; its next exchange then fails.
 
-    Rounds: 2⌈log₂P⌉; ⌈log₂P⌉ for short messages; ⌈log₂P⌉ more if ``expected`` is None. Words of a
-    long message of k entries: the root sends at most 4k, each other rank sends at most 2k and
-    receives at most 3k.
+    Words of a long message of k entries: the root sends at most 4k, each other rank sends at most
+    2k and receives at most 3k.
     Source: van de Geijn's scattered broadcast, as in Thakur, Rabenseifner and Gropp 2005, section
     4.3.
     """

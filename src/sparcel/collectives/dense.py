@@ -19,7 +19,7 @@ def dense(
 ) -> SparseStream:
     """Reduce over all ranks with the engine's own all-reduce; ``max_nnz`` is ignored.
 
-    Rounds: ⌈log₂P⌉ for `check_agreement`, then the engine's. Words a rank: 2n(P−1)/P for a ring.
+    `check_agreement` comes first. Words a rank: 2n(P−1)/P for a ring.
     """
     finite = check_agreement(stream, wire)
     fill = op.neutral_for(stream.dtype)

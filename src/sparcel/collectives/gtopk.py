@@ -43,7 +43,7 @@ def gtopk(stream: SparseStream, wire: Wire, k: int) -> GlobalTopk:
     stream
         Scalar float values. Only the k largest enter the first round.
 
-    Rounds: 2⌈log₂P⌉. Words: at most 2k⌈log₂P⌉ each way, at the root.
+    Words: at most 2k⌈log₂P⌉ each way, at the root.
     Source: gTop-k, Definition 1 (⊤) and Algorithm 3 (gTopKAllReduce). The paper needs P to be a
     power of two; this function takes any P. The paper forgets the partial sums that ranks drop;
     this function returns them.
@@ -79,7 +79,7 @@ def gathered_topk(
     empty and not ``finite``. Rank r drops the sums in ``[r·n // P, (r+1)·n // P)`` that do not win.
     ``max_nnz`` bounds every rank's entries.
 
-    Rounds: ⌈log₂P⌉. Words a rank: 2(P−1) times the entries of a rank.
+    Words a rank: 2(P−1) times the entries of a rank.
     Source: gTop-k, Algorithm 2.
     """
     total = allgather(stream, wire, max_nnz=max_nnz)

@@ -25,9 +25,8 @@ def halving_doubling(
     Let Q be the largest power of two up to P. The P−Q ranks from Q on first fold their streams
     into those of ranks 0 … P−Q−1. They receive the result from the same ranks at the end.
 
-    Rounds: 2⌊log₂P⌋, and 2 more if P is not a power of two. Words a rank: 2n(Q−1)/Q for dense
-    streams; for sparse ones at most the fill-in of half the result in the last round of the first
-    half; plus the words of the folding.
+    Words a rank: 2n(Q−1)/Q for dense streams; for sparse ones at most the fill-in of half the
+    result in the last round of the first half; plus the words of the folding.
     Source: Rabenseifner's algorithm, as in Thakur, Rabenseifner and Gropp 2005, section 4.4.
     """
     powers = patterns.fold(wire.rank, wire.size).powers

@@ -63,8 +63,8 @@ def topk_by_regions(
 ) -> GlobalTopk:
     """Sum over all ranks and keep the k largest, like `oktopk`; ``own`` is sparse.
 
-    Rounds: P−1 for the split, at most P−1 for the balancing, ⌈log₂P⌉ for each of two gathers, and
-    ⌈log₂P⌉ for each sum of counts. Words: at most 2k + 4k(P−1)/P, and a few KB of counts.
+    There are a split, a balancing if it pays, two gathers, and sums of counts. Words: at most
+    2k + 4k(P−1)/P, and a few KB of counts.
     """
     boundaries, finite = balanced_boundaries(own, wire.comm, max_nnz)
     if not finite:

@@ -17,12 +17,12 @@ from sparcel.wire import Wire, collective
 def recursive_doubling(
     stream: SparseStream, wire: Wire, op: Op = SUM, max_nnz: int | None = None
 ) -> SparseStream:
-    """Reduce over all ranks with the fewest rounds.
+    """Reduce over all ranks: partners at doubling distances exchange their partial sums.
 
     Let Q be the largest power of two up to P. The P−Q ranks from Q on first fold their streams
     into those of ranks 0 … P−Q−1. They receive the result from the same ranks at the end.
 
-    Rounds: ⌊log₂P⌋, and 2 more if P is not a power of two. Words a rank: from 2k·log₂P (identical
+    Words a rank: from 2k·log₂P (identical
     indices) to 2k(P−1) (disjoint ones), plus the words of the folding.
     Source: SparCML, section 5.3.1 (SSAR_Recursive_double) and appendix A.
     """

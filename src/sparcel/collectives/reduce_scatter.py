@@ -29,7 +29,7 @@ def reduce_scatter(
     rank starts with a different owner, so that no owner receives all first messages. Owners reduce
     in the order of the ranks.
 
-    Rounds: P−1. Words a rank: at most 2k sent.
+    Words a rank: at most 2k sent.
     Source: SparCML, section 5.3.2 (the split phase).
     """
     boundaries = patterns.regions(stream.size, wire.size)

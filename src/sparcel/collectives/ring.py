@@ -22,7 +22,7 @@ def ring(
     P−1 steps rank r holds the complete sum of region r+1. In the second half the complete regions
     travel around the ring.
 
-    Rounds: 2(P−1). Words a rank: at most 2k(P−1) in the first half (fill-in), 2K(P−1)/P in the
+    Words a rank: at most 2k(P−1) in the first half (fill-in), 2K(P−1)/P in the
     second for a result of K coordinates spread evenly.
     Source: SparCML, section 8.1 (the ring that Figure 3 compares with).
     """

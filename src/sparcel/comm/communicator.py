@@ -226,7 +226,7 @@ class Communicator(ABC):
     def gather_numbers(self, number: int) -> list[int]:
         """Return the number (64-bit) that each rank gave, by rank.
 
-        One round up to `DIRECT_RANKS` ranks, ⌈log₂P⌉ beyond.
+        Up to `DIRECT_RANKS` ranks in one exchange of P−1 messages, beyond in ⌈log₂P⌉ of one.
         """
         held = torch.tensor([number], device="cpu")
         blocks = self.gather_blocks(held.view(torch.uint8), [held.nbytes] * self.size, ALL_CONTROL)
@@ -235,8 +235,8 @@ class Communicator(ABC):
     def gather_blocks(self, block: Tensor, nbytes: Sequence[int], control: int = 0) -> Tensor:
         """Return the bytes (uint8) of all ranks, by rank, end to end.
 
-        All ranks know that rank r gives ``nbytes[r]``. ``control`` is as in `exchange`. Rounds: as
-        `gather_numbers`.
+        All ranks know that rank r gives ``nbytes[r]``. ``control`` is as in `exchange`. The
+        messages are those of `gather_numbers`.
 
         Raises
         ------

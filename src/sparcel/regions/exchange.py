@@ -76,8 +76,8 @@ def exchange_regions(
     out
         Where the average is written; it may be the gradient.
 
-    Rounds: two, in which all messages are outstanding at once. Words: those of up, and of down,
-    each times (P−1)/P.
+    There are two exchanges of P−1 messages, all outstanding at once. Words: those of up, and of
+    down, each times (P−1)/P.
     """
 
     def job() -> Returned:
