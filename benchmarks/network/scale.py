@@ -1,7 +1,7 @@
 """Cost of each collective on simulated clusters of a thousand ranks and more.
 
 Every run has its own process, so that its peak of memory is measured alone. Each rank's stream has
-k random coordinates. Run it as
+k random coordinates. What ranks do once, before the first step, is not counted. Run it as
 
     python -m benchmarks.network.scale --output benchmarks/results/scale.json
 """
@@ -52,11 +52,16 @@ def scalecom(stream: SparseStream, comm: Communicator, k: int) -> SparseStream:
     return SparseStream.unchecked(chosen.indices, sums.values, stream.size)
 
 
+def per_node(comm: Communicator) -> int:
+    """Return the ranks a node: 8, or half of the ranks if these are fewer."""
+    return min(8, max(1, comm.size // 2))
+
+
 def two_levels(inner: Callable[[float], Scheme]) -> Callable[..., SparseStream]:
-    """Return a step of a scheme between nodes of 8 ranks, or of half of the ranks if fewer."""
+    """Return a step of a scheme between nodes, whose groups are there already."""
 
     def step(stream: SparseStream, comm: Communicator, k: int) -> SparseStream:
-        scheme = Hierarchical(inner(k / stream.size), min(8, max(1, comm.size // 2)))
+        scheme = Hierarchical(inner(k / stream.size), per_node(comm))
         return scheme.reduce(stream.to_dense(), comm, Request()).total
 
     return step
@@ -70,6 +75,7 @@ SELECTING = {
     "torus2d": two_levels(lambda density: Dense()),
 }
 NAMES = (*ALGORITHMS, *SELECTING)
+ON_NODES = "hitopk", "torus2d"
 
 
 def draw(rank: int, size: int, count: int) -> SparseStream:
@@ -86,7 +92,12 @@ def draw(rank: int, size: int, count: int) -> SparseStream:
 def measure(name: str, ranks: int, size: int, count: int) -> dict[str, Any]:
     """Run one collective once, in this process."""
 
+    def prepared(comm: Communicator) -> None:
+        if name in ON_NODES:
+            comm.grid(per_node(comm))
+
     def on_rank(comm: Communicator) -> tuple[int, float]:
+        prepared(comm)
         stream = draw(comm.rank, size, count)
         if name in SELECTING:
             total = SELECTING[name](stream, comm, count)
@@ -97,23 +108,33 @@ def measure(name: str, ranks: int, size: int, count: int) -> dict[str, Any]:
     start = time.perf_counter()
     report = simulate(ranks, on_rank, **vars(NODES))
     wall_s = time.perf_counter() - start
+    before = simulate(ranks, prepared, **vars(NODES))
     if len(set(report.results)) > 1:
         raise SystemExit(f"{name}: ranks disagree: {set(report.results)}")
     expected = sum(float(draw(rank, size, count).values.sum()) for rank in range(ranks))
     if name not in SELECTING and report.results[0][1] != expected:
         raise SystemExit(f"{name}: the sum is {report.results[0][1]}, not {expected}")
+
+    def seconds(network: Network) -> float:
+        return report.seconds_on(network) - before.seconds_on(network)
+
+    counted = list(zip(report.traffic, before.traffic, strict=True))
+    crossing = zip(report.between_nodes, before.between_nodes, strict=True)
     return {
         "algorithm": name,
         "ranks": ranks,
         "wall_s": round(wall_s, 2),
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-        "rounds": report.seconds_on(ROUNDS),
-        "messages": max(traffic.messages_sent for traffic in report.traffic),
-        "bytes": max(traffic.volume for traffic in report.traffic),
-        "bytes_between_nodes": sum(traffic.bytes_sent for traffic in report.between_nodes),
+        "rounds": seconds(ROUNDS),
+        "messages": max(both.messages_sent - once.messages_sent for both, once in counted),
+        "bytes": max(
+            max(both.bytes_sent - once.bytes_sent, both.bytes_received - once.bytes_received)
+            for both, once in counted
+        ),
+        "bytes_between_nodes": sum(both.bytes_sent - once.bytes_sent for both, once in crossing),
         "nnz": report.results[0][0],
-        "ethernet_s": round(report.seconds_on(ETHERNET), 6),
-        "nodes_s": round(report.seconds, 6),
+        "ethernet_s": round(seconds(ETHERNET), 6),
+        "nodes_s": round(seconds(NODES), 6),
     }
 
 
