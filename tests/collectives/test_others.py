@@ -199,14 +199,16 @@ def rounded(streams, format, max_nnz=None):
     worlds,
     sizes,
     st.sampled_from(FLOATS[2:]),
+    st.sampled_from(["raw", "packed"]),
     st.sampled_from([2, 4, 8]),
     st.booleans(),
 )
 def test_rounded_sum_plus_all_that_was_lost_is_the_exact_sum(
-    layout, world, size, dtype, bits, bounded
+    layout, world, size, dtype, indices, bits, bounded
 ):
     case = case_of(layout, world, size, dtype, count=max(1, size // 2))
-    results = rounded(case.streams, Format("packed", bits), case.max_nnz if bounded else None)
+    format = Format(indices, bits)
+    results = rounded(case.streams, format, case.max_nnz if bounded else None)
     sums = full(results[0][0]).double().clone()
     for total, lost in results:
         assert same_stream(total, results[0][0])
