@@ -1,7 +1,8 @@
 """Cost of each collective on simulated clusters of a thousand ranks and more.
 
 Every run has its own process, so that its peak of memory is measured alone. Each rank's stream has
-k random coordinates. What ranks do once, before the first step, is not counted. Run it as
+k random coordinates. What ranks do once, before the first step, is not counted. What the record has
+already is not run again. Run it as
 
     python -m benchmarks.network.scale --output benchmarks/results/scale.json
 """
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.machine import itself, machine
-from benchmarks.record import show, write
+from benchmarks.record import left_of, show, write
 from sparcel import SparseStream, simulate
 from sparcel.collectives import ALGORITHMS, broadcast, gtopk, oktopk
 from sparcel.collectives.halving_doubling import halving_doubling
@@ -152,19 +153,22 @@ def main() -> None:
     if arguments.alone:
         print(json.dumps(measure(arguments.algorithms[0], arguments.ranks[0], size, count)))
         return
-    rows = []
-    for ranks, name in product(arguments.ranks, arguments.algorithms):
-        if name == "ring" and ranks > 256:  # two million messages
-            continue
-        command = [sys.executable, *itself(), "--alone", "--algorithms", name]
-        command += ["--ranks", str(ranks), "--size", str(size), "--count", str(count)]
+    jobs: list[dict[str, Any]] = [
+        {"algorithm": name, "ranks": ranks}
+        for ranks, name in product(arguments.ranks, arguments.algorithms)
+        if name != "ring" or ranks <= 256  # beyond, it sends two million messages
+    ]
+    rows, left = left_of(arguments.output, jobs) if arguments.output else ([], jobs)
+    networks = {"ethernet": vars(ETHERNET), "nodes": vars(NODES)}
+    content = {"machine": machine(), "size": size, "count": count, "networks": networks}
+    for job in left:
+        command = [sys.executable, *itself(), "--alone", "--algorithms", job["algorithm"]]
+        command += ["--ranks", str(job["ranks"]), "--size", str(size), "--count", str(count)]
         answer = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
         rows.append(json.loads(answer.stdout))
         show(rows[-1:])
-    if arguments.output:
-        networks = {"ethernet": vars(ETHERNET), "nodes": vars(NODES)}
-        content = {"machine": machine(), "size": size, "count": count, "networks": networks}
-        write(arguments.output, content, rows)
+        if arguments.output:
+            write(arguments.output, content, rows)
 
 
 if __name__ == "__main__":
