@@ -197,7 +197,8 @@ def start(ranks: int, console: Console, mpi: bool) -> None:
     WorkerFailedError
         As soon as one process fails; the others are ended.
     """
-    argv = [sys.executable, "-m", "sparcel", *sys.argv[1:]]
+    # Without -P, Python would take modules from the folder in which the command runs.
+    argv = [sys.executable, "-P", "-m", "sparcel", *sys.argv[1:]]
     environment = {
         "OMP_NUM_THREADS": str(_threads(ranks)),
         "COLUMNS": str(console.width),

@@ -17,6 +17,7 @@ from sparcel.comm.engine import ALL_CONTROL, Arrived, Bounds, Leaving, PeerError
 from sparcel.comm.jobs import Job
 from sparcel.comm.nodes import Grid, nodes_of, own_location, split_in_grid
 from sparcel.comm.traffic import Traffic
+from sparcel.errors import InputError
 from sparcel.ops import SUM, Op
 from sparcel.profiling import stopwatch
 from sparcel.rates import Rates
@@ -28,6 +29,13 @@ Message = TypeVar("Message")
 DIRECT_RANKS = 8
 """Up to so many ranks send short messages straight to all others. That takes one wait; ways with
 fewer messages take several."""
+
+
+_REDUCED_DTYPES = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.uint8, torch.int8, torch.int32, torch.int64),
+)
+"""The dtypes that NCCL and MPI can reduce."""
 
 
 class Communicator(ABC):
@@ -167,9 +175,32 @@ class Communicator(ABC):
         arrived[self.rank] = parts[self.rank]
         return torch.cat([arrived.get(rank, message[:0]) for rank in range(self.size)])
 
-    @abstractmethod
     def all_reduce(self, tensor: Tensor, op: Op = SUM) -> None:
-        """Reduce a dense tensor over all ranks in place, by the engine's own algorithm."""
+        """Reduce a dense tensor over all ranks in place, by the engine's own algorithm.
+
+        Raises
+        ------
+        InputError
+            When ``op`` is user-defined: engines know sum, product, min and max only. When the
+            tensor is not contiguous, or has a dtype that some engine does not reduce.
+        CommunicationError, MismatchError
+            As `exchange`. MPI and NCCL compare neither lengths nor calls, and may hang.
+        """
+        if op.name is None:
+            raise InputError(
+                f"the engine's dense all-reduce knows sum, product, min and max, got {op}; "
+                "algorithm='recursive_doubling' takes any operation"
+            )
+        if tensor.dtype not in _REDUCED_DTYPES or not tensor.is_contiguous():
+            raise InputError(
+                f"tensor must be contiguous and one of {_REDUCED_DTYPES}, got {tensor.dtype}"
+                f" with strides {tensor.stride()}"
+            )
+        self._all_reduce(tensor, op)
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor, op: Op) -> None:
+        """Do what `all_reduce` does, with arguments that are right."""
 
     def split(self, colour: int) -> Self:
         """Return the communicator of the ranks that gave the same ``colour``; all ranks call.

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Self, TypeVar
 
-import torch
 from torch import Tensor
 
 from sparcel.comm.communicator import Communicator, exchanging
@@ -16,8 +15,8 @@ from sparcel.comm.executor import Executor
 from sparcel.comm.jobs import CLOSED, Job, submit_beside
 from sparcel.comm.rendezvous import Rendezvous
 from sparcel.comm.traffic import Traffic
-from sparcel.errors import CommunicationError, InputError
-from sparcel.ops import SUM, Op
+from sparcel.errors import CommunicationError
+from sparcel.ops import Op
 from sparcel.side_stream import SideStream, as_here
 
 T = TypeVar("T")
@@ -34,13 +33,6 @@ class _Family:
         # The finalizer only shuts down, and does not wait: the other ranks may drop their
         # communicators later, or never.
         weakref.finalize(self, executor.shutdown).atexit = False
-
-
-_REDUCED_DTYPES = (
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    *(torch.uint8, torch.int8, torch.int32, torch.int64),
-)
-"""The dtypes that Gloo, NCCL and MPI can reduce."""
 
 
 class ConnectedCommunicator(Communicator):
@@ -95,30 +87,9 @@ class ConnectedCommunicator(Communicator):
         )
         return received
 
-    def all_reduce(self, tensor: Tensor, op: Op = SUM) -> None:
-        """See `Communicator.all_reduce`.
-
-        Raises
-        ------
-        InputError
-            When ``op`` is user-defined: engines know sum, product, min and max only. When the
-            tensor is not contiguous, or has a dtype that the engine does not reduce.
-        """
-        if op.name is None:
-            raise InputError(
-                f"the engine's dense all-reduce knows sum, product, min and max, got {op}; "
-                "algorithm='recursive_doubling' takes any operation"
-            )
-        if tensor.dtype not in _REDUCED_DTYPES or not tensor.is_contiguous():
-            raise InputError(
-                f"tensor must be contiguous and one of {_REDUCED_DTYPES}, got {tensor.dtype}"
-                f" with strides {tensor.stride()}"
-            )
-        self._all_reduce(tensor, op)
-
     @exchanging
     def _all_reduce(self, tensor: Tensor, op: Op) -> None:
-        self.engine.all_reduce(tensor, op)
+        self.engine.all_reduce(tensor, op, self.calls.fingerprint)
         self.traffic.count_ring(tensor, self.size)
 
     def lost(self) -> list[int]:

@@ -55,8 +55,11 @@ class Engine(Protocol):
             When a message carries another fingerprint or is longer than its bound.
         """
 
-    def all_reduce(self, tensor: Tensor, op: Op) -> None:
-        """See `Communicator.all_reduce`; raises `LostPeerError`."""
+    def all_reduce(self, tensor: Tensor, op: Op, call: int) -> None:
+        """See `Communicator.all_reduce`; raises as `exchange`, but for what the engine cannot tell.
+
+        MPI and NCCL send messages of their own, without the fingerprint ``call``.
+        """
 
     def probe(self) -> None:
         """Raise `LostPeerError` when a connection is broken; any thread may call."""

@@ -6,6 +6,7 @@ kernel less time for each byte, where these work.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import selectors
@@ -25,6 +26,9 @@ Address = tuple[str, int]
 
 _STRANGERS = 128
 """How many connections may be open at once that have not proven to be a rank."""
+
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+"""The errors of a process, or of a machine, that has as many open files as it may have."""
 
 
 def connect_all(store: Store, address: str, rank: int, size: int, timeout: float) -> list[int]:
@@ -127,13 +131,17 @@ class _Meeting:
 
     def _accept(self, listener: socket.socket) -> None:
         """Begin to greet whoever connected; strangers must not keep out ranks by their number."""
-        with suppress(BlockingIOError, ConnectionError):  # the other end has gone
+        try:
             connection, _ = listener.accept()
-            self._begin(
-                connection, welcome(connection, self._key, self._rank, self._expected), None
-            )
+        except (BlockingIOError, ConnectionError):  # the other end has gone
+            return
+        except OSError as error:
+            if error.errno not in _NO_DESCRIPTOR or not self._drop_oldest():
+                raise
+            return  # whoever waits is accepted next
+        self._begin(connection, welcome(connection, self._key, self._rank, self._expected), None)
         if len(self._greetings) > self._most:
-            self._drop(next(one for one, (_, peer) in self._greetings.items() if peer is None))
+            self._drop_oldest()
 
     def _begin(self, connection: socket.socket, greeting: Greeting, peer: int | None) -> None:
         connection.setblocking(False)
@@ -155,6 +163,14 @@ class _Meeting:
             if dialled is not None:
                 raise ConnectionError(f"rank {dialled} did not greet: {error}") from error
             self._drop(connection)
+
+    def _drop_oldest(self) -> bool:
+        """Drop the oldest connection that has not proven to be a rank; return whether one was."""
+        accepted = (one for one, (_, dialled) in self._greetings.items() if dialled is None)
+        oldest = next(accepted, None)
+        if oldest is not None:
+            self._drop(oldest)
+        return oldest is not None
 
     def _drop(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)

@@ -14,7 +14,7 @@ from sparcel.comm.communicator import Communicator
 from sparcel.comm.engine import ALL_CONTROL, Arrived, Bounds, Leaving, whole
 from sparcel.comm.jobs import Job, submit_beside
 from sparcel.device import GPUS, put, read_all
-from sparcel.ops import SUM, Op
+from sparcel.ops import Op
 from sparcel.profiling import timed
 from sparcel.rates import Rates
 from sparcel.side_stream import SideStream, as_here
@@ -113,14 +113,14 @@ class Staged(Communicator):
         return self._to_gpu(self.inner.all_to_all(near, leaving, arriving))
 
     @timed("messages")
-    def all_reduce(self, tensor: Tensor, op: Op = SUM) -> None:
+    def _all_reduce(self, tensor: Tensor, op: Op) -> None:
         """See `Communicator.all_reduce`; a tensor on the host stays there."""
         if tensor.device.type == "cpu":
-            self.inner.all_reduce(tensor, op)
+            self.inner._all_reduce(tensor, op)
             return
         (content,) = read_all([tensor.reshape(-1).view(torch.uint8)])
         total = content.view(tensor.dtype).view(tensor.shape)
-        self.inner.all_reduce(total, op)
+        self.inner._all_reduce(total, op)
         tensor.copy_(total, non_blocking=True)
 
     def _subgroup(self, ranks: list[int], colour: int) -> Self:

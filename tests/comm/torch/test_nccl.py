@@ -43,8 +43,8 @@ class OverGloo(NcclEngine):
         self.transferred.append([message.numel() for _, message, _ in pairs])
         super()._transfer([(peer, seen(message), seen(buffer)) for peer, message, buffer in pairs])
 
-    def all_reduce(self, tensor, op):
-        super().all_reduce(seen(tensor), op)
+    def all_reduce(self, tensor, op, call):
+        super().all_reduce(seen(tensor), op, call)
 
 
 def numbers(rank: int, nbytes: int) -> torch.Tensor:

@@ -80,8 +80,9 @@ class MpiEngine:
         self.rank, self.size, self.timeout = rank, len(names), timeout
         self._errors = PeerErrors(names, rank)
         self._comm, self._idle = comm, idle
-        largest = comm.Get_attr(MPI.TAG_UB)
-        assert isinstance(largest, int), "MPI defines it"
+        # The standard defines this for the world alone: Open MPI's other communicators lack it.
+        largest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+        assert isinstance(largest, int)
         self._tags = largest + 1
         self._busy = threading.Lock()
         self._aborted = False
@@ -160,8 +161,8 @@ class MpiEngine:
             for start, (*_, length) in zip(starts, headers, strict=True)
         ]
 
-    def all_reduce(self, tensor: Tensor, op: Op) -> None:
-        """See `Communicator.all_reduce`; half precision, which MPI lacks, travels as float32."""
+    def all_reduce(self, tensor: Tensor, op: Op, call: int) -> None:
+        """See `Engine.all_reduce`; half precision, which MPI lacks, travels as float32."""
         sent = tensor if tensor.dtype in _TYPES else tensor.float()
         with self._busy:
             self._check_peers()

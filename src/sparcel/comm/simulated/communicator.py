@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from sparcel import patterns
 from sparcel.comm.communicator import Communicator, exchanging
 from sparcel.comm.engine import Arrived, Bounds, Leaving, PeerErrors
 from sparcel.comm.failure import Cause
 from sparcel.comm.jobs import Job
+from sparcel.comm.ring import reduce_around
 from sparcel.comm.simulated.cluster import Cluster
 from sparcel.errors import MismatchError
-from sparcel.ops import SUM, Op
+from sparcel.ops import Op
 
 T = TypeVar("T")
 
@@ -69,19 +68,18 @@ class SimulatedCommunicator(Communicator):
         return received
 
     @exchanging
-    def all_reduce(self, tensor: Tensor, op: Op = SUM) -> None:
-        """Reduce by the ring algorithm: reduce-scatter, then all-gather, of P chunks."""
-        cuts = patterns.regions(tensor.numel(), self.size)
-        chunks = [tensor.view(-1)[lo:hi] for lo, hi in pairwise(cuts)]
-        around = patterns.ring(self.rank, self.size)
-        for step, (after, before, *_) in enumerate([*around, *around]):
-            leaving = chunks[(self.rank - step) % self.size]
-            arriving = chunks[(self.rank - step - 1) % self.size]
-            message = self.exchange(
-                {after: leaving.clone().view(torch.uint8)}, {before: arriving.nbytes}
-            )[before]
-            arrived = message.view(tensor.dtype)
-            arriving.copy_(op.apply(arrived, arriving) if step < self.size - 1 else arrived)
+    def _all_reduce(self, tensor: Tensor, op: Op) -> None:
+        """Reduce around a ring."""
+
+        def swap(to: int, leaving: Tensor, source: int, arriving: Tensor) -> None:
+            # A copy, since the receiver may look at the message after this rank has gone on.
+            due = arriving.numel()
+            came = self.exchange({to: leaving.clone()}, {source: due})[source]
+            if came.numel() != due:
+                raise self._errors.other_length(source, came.numel(), due)
+            arriving.copy_(came)
+
+        reduce_around(tensor, op, self.rank, self.size, swap)
 
     def _subgroup(self, ranks: list[int], colour: int) -> Self:
         members = tuple([self.members[rank] for rank in ranks])

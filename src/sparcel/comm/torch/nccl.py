@@ -82,8 +82,8 @@ class NcclEngine:
         }
         return {peer: arrived[peer] for peer in receives}
 
-    def all_reduce(self, tensor: Tensor, op: Op) -> None:
-        """See `Communicator.all_reduce`."""
+    def all_reduce(self, tensor: Tensor, op: Op, call: int) -> None:
+        """See `Engine.all_reduce`."""
         reduce_op = getattr(dist.ReduceOp, (op.name or "").upper())
         self._checked(lambda: dist.all_reduce(tensor, reduce_op, group=self._group))
 
