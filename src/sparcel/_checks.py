@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from math import isfinite
 from numbers import Real
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sparcel import device, kernels
 from sparcel.errors import InputError
+
+Array: TypeAlias = Tensor | np.ndarray[Any, Any]
+"""What users may give where sparcel works with tensors of the host."""
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 VALUE_DTYPES = (*FLOAT_DTYPES, torch.int32, torch.int64)
@@ -110,9 +114,26 @@ def _refusal(name: str, expected: str, value: object, hint: str = "") -> InputEr
     return InputError(f"{name} must {expected}, got {got}" + (f"; {hint}" if hint else ""))
 
 
+def as_tensor(value: Array, name: str) -> Tensor:
+    """Return a tensor as it is, and an array of NumPy as a tensor, with the same memory if it can.
+
+    Raises
+    ------
+    InputError
+        When ``value``, which the error names ``name``, is neither, or torch lacks its dtype.
+    """
+    if isinstance(value, np.ndarray):
+        try:
+            # Torch takes no array that is read-only or has negative strides.
+            return torch.from_numpy(np.require(value, requirements=["C", "W"]))
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{name} must be of a dtype that torch has: {error}") from error
+    check_type(value, Tensor, name)
+    return value
+
+
 def check_values(values: Tensor, size: int, dense: bool) -> None:
     """Raise `InputError` unless ``values`` can be the values of a stream of ``size``."""
-    check_type(values, Tensor, "values")
     if values.dtype not in VALUE_DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in VALUE_DTYPES)
         raise InputError(f"values must be one of {names}, got {values.dtype}")
@@ -128,7 +149,6 @@ def check_values(values: Tensor, size: int, dense: bool) -> None:
 
 def checked_indices(indices: Tensor, values: Tensor, size: int) -> Tensor:
     """Return the indices in the dtype and layout of a stream of ``size``, or raise `InputError`."""
-    check_type(indices, Tensor, "indices")
     if indices.dtype not in (torch.int32, torch.int64):
         raise InputError(f"indices must be int32 or int64, got {indices.dtype}")
     if indices.ndim != 1 or indices.numel() != values.shape[0]:

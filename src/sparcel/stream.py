@@ -12,6 +12,8 @@ from torch import Tensor
 
 from sparcel import device, kernels
 from sparcel._checks import (
+    Array,
+    as_tensor,
     check_like,
     check_type,
     check_values,
@@ -28,6 +30,8 @@ _Filter = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 class SparseStream:
     """A vector of known size, stored as sorted indices with values, or densely.
+
+    Indices and values are tensors, or arrays of NumPy.
 
     Parameters
     ----------
@@ -49,7 +53,8 @@ class SparseStream:
     Notes
     -----
     An absent coordinate stands for the neutral element of the operation that reduces the stream.
-    An explicit zero stays an explicit zero. Contiguous tensors are not copied.
+    An explicit zero stays an explicit zero. Contiguous tensors are not copied, and neither are
+    arrays of NumPy, unless they are read-only. ``numpy.asarray(stream.values)`` is the way back.
     """
 
     __slots__ = ("finite", "indices", "size", "values")
@@ -62,11 +67,11 @@ class SparseStream:
     Every reduction passes the flag on, so all ranks learn of it without an extra message. A stream
     on a device may have it there, as a 0-dimensional tensor, until somebody needs to know."""
 
-    def __init__(self, indices: Tensor | None, values: Tensor, size: int) -> None:
-        size = checked_whole(size, "size", at_least=0)
+    def __init__(self, indices: Array | None, values: Array, size: int) -> None:
+        size, values = checked_whole(size, "size", at_least=0), as_tensor(values, "values")
         check_values(values, size, dense=indices is None)
         if indices is not None:
-            indices = checked_indices(indices, values, size)
+            indices = checked_indices(as_tensor(indices, "indices"), values, size)
         self.indices, self.values = indices, values.detach().contiguous()
         self.size, self.finite = size, True
 
@@ -80,15 +85,16 @@ class SparseStream:
         return stream
 
     @classmethod
-    def from_dense(cls, vector: Tensor) -> SparseStream:
+    def from_dense(cls, vector: Array) -> SparseStream:
         """Store the nonzero coordinates (rows) of ``vector``, or all of them if that is smaller.
 
         Parameters
         ----------
         vector
-            ``[size]`` or ``[size, width]``. A stream that stays dense shares its memory.
+            ``[size]`` or ``[size, width]``, a tensor or an array of NumPy. A stream that stays
+            dense shares its memory.
         """
-        check_type(vector, Tensor, "vector")
+        vector = as_tensor(vector, "vector")
         size = vector.shape[0] if vector.ndim else 0
         check_values(vector, size, dense=True)
         vector = vector.detach().contiguous()

@@ -112,7 +112,7 @@ def test_error_outside_of_a_job_ends_both(tmp_path: Path) -> None:
     (code0, errors0), (code1, errors1) = run(script, tmp_path)
     assert (code0, code1) == (1, 1)
     assert "ValueError: the user's own" in errors0
-    assert "rank 0 closed its communicator before the others" in errors1
+    assert "rank 0 failed: ValueError: the user's own" in errors1
 
 
 def test_interrupted_rank_leaves_and_the_other_is_told(tmp_path: Path) -> None:

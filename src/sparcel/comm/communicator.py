@@ -8,10 +8,12 @@ from functools import cached_property, lru_cache, partial, wraps
 from typing import Any, Self, TypeVar
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sparcel import patterns
+from sparcel._checks import Array, as_tensor
 from sparcel.comm.calls import Call, Calls, digest
 from sparcel.comm.engine import ALL_CONTROL, Arrived, Bounds, Leaving, PeerErrors, whole
 from sparcel.comm.jobs import Job
@@ -175,8 +177,10 @@ class Communicator(ABC):
         arrived[self.rank] = parts[self.rank]
         return torch.cat([arrived.get(rank, message[:0]) for rank in range(self.size)])
 
-    def all_reduce(self, tensor: Tensor, op: Op = SUM) -> None:
-        """Reduce a dense tensor over all ranks in place, by the engine's own algorithm.
+    def all_reduce(self, tensor: Array, op: Op = SUM) -> None:
+        """Reduce a dense tensor, or an array of NumPy, over all ranks in place.
+
+        The algorithm is the engine's own; where it has none, a ring.
 
         Raises
         ------
@@ -184,19 +188,24 @@ class Communicator(ABC):
             When ``op`` is user-defined: engines know sum, product, min and max only. When the
             tensor is not contiguous, or has a dtype that some engine does not reduce.
         CommunicationError, MismatchError
-            As `exchange`. MPI and NCCL compare neither lengths nor calls, and may hang.
+            As `exchange`. MPI and NCCL do not compare calls, so ranks that disagree may wait until
+            the monitor finds it, or the timeout.
         """
         if op.name is None:
             raise InputError(
                 f"the engine's dense all-reduce knows sum, product, min and max, got {op}; "
                 "algorithm='recursive_doubling' takes any operation"
             )
+        if isinstance(tensor, np.ndarray) and not tensor.flags.carray:
+            raise InputError("an array must be contiguous and writeable, to be reduced in place")
+        tensor = as_tensor(tensor, "tensor")
         if tensor.dtype not in _REDUCED_DTYPES or not tensor.is_contiguous():
             raise InputError(
                 f"tensor must be contiguous and one of {_REDUCED_DTYPES}, got {tensor.dtype}"
                 f" with strides {tensor.stride()}"
             )
-        self._all_reduce(tensor, op)
+        call = _dense_sum(op, tensor.numel(), tensor.dtype)
+        self.call(call, partial(self._all_reduce, tensor, op))
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: Op) -> None:
@@ -396,6 +405,11 @@ def gather_in_rounds(
         came = comm.exchange_parts(leaving, {above: bound}, count * control)[above]
         held += cut(came, ranks)
     return [held[(rank - comm.rank) % comm.size] for rank in range(comm.size)]
+
+
+@lru_cache(maxsize=1024)
+def _dense_sum(op: Op, size: int, dtype: torch.dtype) -> Call:
+    return Call.of("all_reduce", {"op": op, "size": size, "dtype": dtype})
 
 
 _across_nodes = lru_cache(maxsize=8)(Rates.across_nodes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 import time
 from collections import deque
@@ -151,12 +152,17 @@ class Executor:
             raise self._explained(cause).error() from error
         except BaseException as error:
             self.job_failed = True
-            what = ": ".join(filter(None, (type(error).__name__, str(error))))
-            disagreed = isinstance(error, MismatchError)
-            self.abort(Cause(f"rank {self.me} failed: {what}", disagreed))
-            if disagreed:
-                raise self._explained(Cause(str(error), disagreed)).error() from error
+            cause = self.fail(error)
+            if cause.disagreed:
+                raise self._explained(Cause(str(error), True)).error() from error
             raise
+
+    def fail(self, error: BaseException) -> Cause:
+        """Abort because this process raised ``error``; return what the other ranks are told."""
+        what = ": ".join(filter(None, (type(error).__name__, str(error))))
+        cause = Cause(f"rank {self.me} failed: {what}", isinstance(error, MismatchError))
+        self.abort(cause)
+        return cause
 
     def _disagreement(self) -> Cause | None:
         """Compare this rank's calls with the others'; return a cause if they differ.
@@ -235,7 +241,10 @@ def _check_all() -> None:
 @atexit.register
 def _close_all() -> None:
     """Close all executors: a thread that is inside an engine would crash the exiting process."""
+    uncaught = getattr(sys, "last_value", None)  # the interpreter's, when it has printed an error
     for executor in list(_alive):
+        if uncaught is not None and not executor.job_failed:
+            executor.fail(uncaught)  # the others need not wait for what does not come
         executor.close(_EXIT_SECONDS)
     _monitoring.acquire(timeout=_EXIT_SECONDS)
     for call in at_exit:

@@ -12,7 +12,6 @@ import re
 import struct
 import threading
 import time
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -321,12 +320,11 @@ class BucketEngine:
             if self._aborted.is_set():
                 self._remove_own()
 
-    def all_reduce(self, tensor: Tensor, op: Op) -> None:
-        """See `Communicator.all_reduce`; every rank adds up all tensors, in the order of ranks."""
+    def all_reduce(self, tensor: Tensor, op: Op, call: int) -> None:
+        """See `Engine.all_reduce`; every rank adds up all tensors, in the order of ranks."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         own = tensor.view(-1)
         raw = own.view(torch.uint8)
-        call = zlib.crc32(f"all_reduce {op} {tensor.dtype} {tensor.numel()}".encode())
         came = self.exchange(
             {rank: [raw] for rank in others}, dict.fromkeys(others, raw.numel()), call, 0
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel._checks import FLOAT_DTYPES, check_type, checked_whole
+from sparcel._checks import FLOAT_DTYPES, Array, as_tensor, checked_whole
 from sparcel.errors import InputError
 from sparcel.selectors.base import Selector, stream_of
 from sparcel.stream import SparseStream
@@ -59,13 +59,13 @@ class ExactTopK(Ranked):
         return k, None
 
 
-def topk(x: Tensor, k: int) -> SparseStream:
+def topk(x: Array, k: int) -> SparseStream:
     """Select the ``min(k, nnz)`` coordinates of largest magnitude, exactly.
 
     Parameters
     ----------
     x
-        ``[size]``, float16, bfloat16, float32 or float64.
+        ``[size]``, float16, bfloat16, float32 or float64; a tensor, or an array of NumPy.
     k
         How many to select, at least 1. Ties go to the lowest index; zeros are never selected.
 
@@ -79,7 +79,7 @@ def topk(x: Tensor, k: int) -> SparseStream:
     InputError
         When ``x`` is not a one-dimensional float tensor, or ``k < 1``.
     """
-    check_type(x, Tensor, "x")
+    x = as_tensor(x, "x")
     if x.ndim != 1 or x.dtype not in FLOAT_DTYPES:
         raise InputError(
             f"topk selects from a one-dimensional float tensor, got {x.dtype} of shape"
