@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given
@@ -41,6 +42,35 @@ def test_properties_describe_the_stream(stream):
     assert rebuilt.density == (rebuilt.nnz / rebuilt.size if rebuilt.size else 0)
     assert rebuilt.dtype == rebuilt.values.dtype
     assert str(rebuilt.size) in repr(rebuilt)
+
+
+@given(streams(dtype=st.sampled_from([torch.float16, torch.float32, torch.int64])), st.booleans())
+def test_arrays_of_numpy_are_taken_as_tensors_are(stream, writeable):
+    indices = None if stream.indices is None else stream.indices.numpy()
+    values = stream.values.numpy().copy()
+    values.flags.writeable = writeable
+    made = SparseStream(indices, values, stream.size)
+    assert same_stream(made, stream)
+    assert np.shares_memory(np.asarray(made.values), values) == (writeable and values.size > 0)
+
+
+def test_dense_arrays_are_taken_too():
+    array = np.array([0.0, 3.0, 0.0, -4.0, 0.0, 0.0, 0.0, 0.0, 1.0])
+    tensor = torch.from_numpy(array)
+    assert same_stream(SparseStream.from_dense(array), SparseStream.from_dense(tensor))
+    assert same_stream(sparcel.topk(array[::-1], 2), sparcel.topk(tensor.flip(0), 2))
+    with pytest.raises(InputError, match="values must be of a dtype that torch has"):
+        SparseStream(None, np.array(["a"]), 1)
+
+    def summed(comm):
+        own = array + comm.rank
+        comm.all_reduce(own)
+        with pytest.raises(InputError, match="contiguous and writeable"):
+            comm.all_reduce(own[::2])
+        return own
+
+    for total in sparcel.simulate(3, summed).results:
+        assert np.array_equal(total, 3 * array + 3)
 
 
 @given(streams(), st.integers(-3, 3))

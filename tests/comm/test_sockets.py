@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import errno
 import gc
+import os
+import resource
 import socket
 import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from itertools import count, islice
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sparcel.comm import sockets
 from sparcel.comm.greeting import StrangerError, greet, welcome
@@ -151,6 +157,43 @@ def test_strangers_neither_get_in_nor_keep_a_rank_out(
     monkeypatch.setattr(sockets, "_STRANGERS", 20)
     store = dist.HashStore()
     check_and_close(*connect_with(store, lambda dial: intrude(dial, store)))
+
+
+@given(free=st.integers(1, 6), strangers=st.integers(0, 12))
+def test_strangers_do_not_keep_a_rank_out_by_taking_all_descriptors(
+    free: int, strangers: int
+) -> None:
+    """Rank 0 may open ``free`` files; ``strangers`` connect to it and say nothing."""
+    store, joined = dist.HashStore(), list[int]()
+    listens = threading.Thread(
+        target=lambda: joined.extend(sockets.connect_all(store, LOOPBACK, 0, 2, SECONDS))
+    )
+    dialling = [socket.socket() for _ in range(strangers + 1)]
+    listens.start()
+    there = dials(store)().getpeername()
+    with open_files_at_most(free):
+        for stranger in dialling[:-1]:
+            stranger.connect(there)
+        rank = dialling[-1]
+        rank.connect(there)
+        finish(greet(rank, key_in(store), 1, 0))
+        listens.join()
+    check_and_close(rank, socket.socket(fileno=joined[1]))
+    for stranger in dialling[:-1]:
+        stranger.close()
+
+
+@contextmanager
+def open_files_at_most(more: int) -> Iterator[None]:
+    """Let this process open only so many files more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = {int(name) for name in os.listdir("/proc/self/fd")}
+    numbers = (number for number in count() if number not in taken)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(islice(numbers, more - 1, None)) + 1, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_rank_gets_in_once() -> None:

@@ -1,5 +1,7 @@
 """Reduction of many streams, and writing of entries into dense vectors."""
 
+import threading
+from contextlib import suppress
 from functools import reduce as fold
 
 import hypothesis.strategies as st
@@ -169,6 +171,34 @@ def test_scatter_refuses_wrong_arguments() -> None:
         for kernel in (kernels.scatter, kernels.expand, kernels.add_saturated):
             with pytest.raises(IndexError):
                 kernel(torch.zeros(4), torch.tensor([bad]), torch.ones(1))
+
+
+@pytest.mark.parametrize("width", [None, 2])
+def test_indices_that_change_meanwhile_write_nowhere_else(width: int | None) -> None:
+    """Another thread makes them point behind the vector, where a guard shows what was written."""
+    size, columns = 200_000, () if width is None else (width,)
+    indices = torch.arange(size, dtype=torch.int32)
+    good, values = indices.clone(), torch.ones(size, *columns)
+    memory = torch.zeros(2 * size, *columns)
+    vector, guard = memory[:size], memory[size:]
+    done = threading.Event()
+
+    def change() -> None:
+        while not done.is_set():
+            indices.add_(size)
+            indices.copy_(good)
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    try:
+        for _ in range(100):
+            for kernel in (kernels.scatter, kernels.expand):
+                with suppress(IndexError):
+                    kernel(vector, indices, values)
+            assert not guard.any()
+    finally:
+        done.set()
+        changing.join()
 
 
 @given(

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from sparcel.lab import Loopback, Workers
+
 pytestmark = [
     pytest.mark.network,
     pytest.mark.processes,
@@ -42,6 +44,25 @@ def _alive(pids: set[int]) -> list[int]:
             if state not in "ZX":
                 found.append(pid)
     return found
+
+
+def _left(pids: set[int]) -> list[int]:
+    """Return the processes that exist, at the latest when patience ends."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while (alive := _alive(pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return alive
+
+
+def test_on_loopback_the_end_of_a_run_ends_what_its_programs_left() -> None:
+    script = (
+        "from subprocess import DEVNULL, Popen\n"
+        "print(Popen(['sleep', '1000'], stdout=DEVNULL, stderr=DEVNULL).pid)"
+    )
+    with Loopback(2) as network, Workers(network, [sys.executable, "-c", script]) as workers:
+        left = {int(pid) for _, pid in workers.lines()}
+        assert len(_alive(left)) == 2
+    assert _left(left) == []
 
 
 WORDS = ["raise", "return", "kill node"]
@@ -88,11 +109,10 @@ def test_a_run_leaves_nothing_behind(
         parent.communicate()
     assert (parent.returncode == 0) == (how == "return")
 
+    alive = _left(pids)
     deadline = time.monotonic() + _PATIENCE_S
-    alive, holders = _alive(pids), _holders(namespaces)
-    while (alive or holders) and time.monotonic() < deadline:
+    while (holders := _holders(namespaces)) and time.monotonic() < deadline:
         time.sleep(0.05)
-        alive, holders = _alive(pids), _holders(namespaces)
     # Not looked at again: a run of another test may be given the numbers of ended namespaces.
     assert alive == []
     assert holders == []

@@ -1,4 +1,4 @@
-"""A rank of ``tests.mpi.test_open_mpi``: what depends on the MPI library, on every kind of group."""
+"""A rank of `tests.mpi.test_open_mpi`: what depends on the MPI library, on all kinds of groups."""
 
 from __future__ import annotations
 

@@ -161,7 +161,15 @@ class Workers(AbstractContextManager["Workers"]):
     def _wait(
         self, rank: int, process: subprocess.Popen[str], readers: list[threading.Thread]
     ) -> None:
-        status = process.wait()
+        try:
+            # Not reaped, so that the number stays that of the group, which `close` kills.
+            end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:  # somebody has asked for the status, which reaps
+            end = None
+        if end is None:
+            status = process.wait()
+        else:
+            status = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
         killed = self._closed
         for reader in readers:
             reader.join(_OUTPUT_S)
@@ -207,13 +215,13 @@ class Workers(AbstractContextManager["Workers"]):
             self._grace.start()
 
     def close(self) -> None:
-        """Kill all processes that still run."""
+        """Kill all processes that still run, and what the ended ones left in their groups."""
         self._closed = True
         if self._grace is not None:
             self._grace.cancel()
         for process in self.processes:
             with suppress(ProcessLookupError):
-                if process.poll() is None:
+                if process.returncode is None:
                     os.killpg(process.pid, signal.SIGKILL)
         for process in self.processes:
             process.wait()

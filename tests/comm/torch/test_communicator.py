@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 import threading
+from contextlib import suppress
 from functools import reduce
+from pathlib import Path
 
 import pytest
 import torch
@@ -204,6 +208,35 @@ def test_split(run_on, world_size: int) -> None:
         assert (child_rank, child_size) == (members.index(rank), len(members))
         assert total == [sum(members)]
         assert numbers == members + [10 * other for other in range(world_size)]
+
+
+def listening(comm: TorchCommunicator) -> tuple[set[str], set[str]]:
+    """Return where this process listens before and after it made a communicator and used it."""
+    before = listeners()
+    child = comm.split(0)
+    child.all_reduce(torch.ones(3))
+    return before, listeners()
+
+
+def listeners() -> set[str]:
+    own = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # that of the iteration
+            own.add(os.readlink(descriptor))
+    tables = {"tcp": (3, "0A", 9), "tcp6": (3, "0A", 9), "unix": (3, "00010000", 6)}
+    found = set()
+    for table, (state, listens, inode) in tables.items():
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[state] == listens and f"socket:[{words[inode]}]" in own:
+                found.add(f"{table} {words[inode]}")
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_listen_nowhere_once_they_are_connected(run_on) -> None:
+    for before, after in run_on(3, listening):
+        assert after == before
 
 
 def queued(comm: TorchCommunicator) -> list[int]:
