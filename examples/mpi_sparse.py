@@ -4,7 +4,6 @@ Every process sees few words of a large vocabulary.
 """
 
 import numpy as np
-import torch
 from mpi4py import MPI
 
 import sparcel
@@ -15,9 +14,9 @@ comm = MPI.COMM_WORLD
 words = np.random.default_rng(comm.rank).zipf(1.3, size=20_000) % VOCABULARY
 seen, times = np.unique(words, return_counts=True)
 
-counts = sparcel.SparseStream(torch.from_numpy(seen), torch.from_numpy(times).float(), VOCABULARY)
+counts = sparcel.SparseStream(seen, times.astype(np.float32), VOCABULARY)
 total = sparcel.all_reduce(counts, group=comm)
-seen, times = total.indices, total.values
+seen, times = np.asarray(total.indices), np.asarray(total.values)
 
 if comm.rank == 0:
     print(f"{len(seen)} words, the most frequent {times.max():.0f} times, {times.sum():.0f} in all")

@@ -97,12 +97,12 @@ def all_reduce(
     Returns
     -------
     SparseStream or Job
-        Bit-identical on all ranks and in every run. The exception is ``"dense"``, which ``"auto"``
-        may choose: there the engine decides, and the result is dense. Otherwise the result stores
-        what some rank stores, also where values cancel out, is dense if that takes fewer bytes, and
-        shares no memory with the input. With a format that rounds: the pair of the result and the
-        stream that this rank lost, over the whole vector. The result plus what all ranks lost is
-        the sum; add it to what is sent next, and nothing is lost in the end.
+        Bit-identical on all ranks and in every run, but for ``"dense"``, which ``"auto"`` may
+        choose, over MPI or NCCL: there the engine decides. The result of ``"dense"`` is dense.
+        Any other stores what some rank stores, also where values cancel out, is dense if that takes
+        fewer bytes, and shares no memory with the input. With a format that rounds: the pair of the
+        result and the stream that this rank lost, over the whole vector. The result plus what all
+        ranks lost is the sum; add it to what is sent next, and nothing is lost in the end.
 
     Raises
     ------

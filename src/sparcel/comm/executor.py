@@ -121,8 +121,7 @@ class Executor:
         """Abort when the job under way waits for a message that will never come.
 
         The job may wait for a rank that has not heard of a failure itself, or that is in another
-        call. Moreover, Gloo does not wake a thread that has sent or received half a message when
-        the connection breaks. Connections that no rank uses any more are closed on this occasion.
+        call. Connections that no rank uses any more are closed on this occasion.
         """
         self._drop_released()
         since = self.queue.since

@@ -236,7 +236,7 @@ def listeners() -> set[str]:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ranks_listen_nowhere_once_they_are_connected(run_on) -> None:
     for before, after in run_on(3, listening):
-        assert after == before
+        assert after <= before
 
 
 def queued(comm: TorchCommunicator) -> list[int]:
