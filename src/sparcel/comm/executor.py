@@ -29,6 +29,9 @@ _CALL_SECONDS = 1.0
 _FINISH_SECONDS = 2.0
 """How long a closing rank waits for the other ranks to finish what is under way."""
 
+_FAILED_SECONDS = 0.2
+"""How long it waits for that if an error ended its program, since they may wait for it in vain."""
+
 _EXIT_SECONDS = 5.0
 """How long jobs may go on when the interpreter exits with an open communicator."""
 
@@ -50,6 +53,8 @@ class Executor:
     ----------
     job_failed
         Whether a job of this process has raised.
+    uncaught
+        The error that ended the program, if one did; None before the interpreter exits.
     calls
         What this process called, on any of the communicators.
     """
@@ -60,6 +65,7 @@ class Executor:
         self.queue = JobQueue("sparcel")
         self.engines: list[Engine] = []
         self.job_failed = False
+        self.uncaught: BaseException | None = None
         self._released: deque[tuple[Engine, Failure]] = deque()
         _alive.add(self)
         _start_monitor()
@@ -89,14 +95,14 @@ class Executor:
         all others were split, the others fail as well.
         """
         # The last messages may still be under way, and closing a connection would drop them.
-        finished = self.failure.cause is not None or failure.finish(_FINISH_SECONDS)
+        patience = _FINISH_SECONDS if self.uncaught is None else _FAILED_SECONDS
+        finished = self.failure.cause is not None or failure.finish(patience)
         if not finished and failure is self.failure:
-            self.abort(
-                Cause(
-                    f"rank {self.me} closed its communicator before the others: it ended, or closed"
-                    " its handle; its own output tells why"
-                )
+            closed = Cause(
+                f"rank {self.me} closed its communicator before the others: it ended, or closed its"
+                " handle; its own output tells why"
             )
+            self.abort(closed if self.uncaught is None else self._failed(self.uncaught))
         self._drop(engine)
 
     def release(self, engine: Engine, failure: Failure) -> None:
@@ -151,17 +157,16 @@ class Executor:
             raise self._explained(cause).error() from error
         except BaseException as error:
             self.job_failed = True
-            cause = self.fail(error)
+            cause = self._failed(error)
+            self.abort(cause)
             if cause.disagreed:
                 raise self._explained(Cause(str(error), True)).error() from error
             raise
 
-    def fail(self, error: BaseException) -> Cause:
-        """Abort because this process raised ``error``; return what the other ranks are told."""
+    def _failed(self, error: BaseException) -> Cause:
+        """Return what the other ranks are told when this one raises ``error``."""
         what = ": ".join(filter(None, (type(error).__name__, str(error))))
-        cause = Cause(f"rank {self.me} failed: {what}", isinstance(error, MismatchError))
-        self.abort(cause)
-        return cause
+        return Cause(f"rank {self.me} failed: {what}", isinstance(error, MismatchError))
 
     def _disagreement(self) -> Cause | None:
         """Compare this rank's calls with the others'; return a cause if they differ.
@@ -240,10 +245,8 @@ def _check_all() -> None:
 @atexit.register
 def _close_all() -> None:
     """Close all executors: a thread that is inside an engine would crash the exiting process."""
-    uncaught = getattr(sys, "last_value", None)  # the interpreter's, when it has printed an error
     for executor in list(_alive):
-        if uncaught is not None and not executor.job_failed:
-            executor.fail(uncaught)  # the others need not wait for what does not come
+        executor.uncaught = getattr(sys, "last_value", None)  # that the interpreter has printed
         executor.close(_EXIT_SECONDS)
     _monitoring.acquire(timeout=_EXIT_SECONDS)
     for call in at_exit:
