@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -72,6 +73,39 @@ def warn_on_rank_0(message: str) -> None:
     else:
         with warnings.catch_warnings(record=True):
             warn(message)
+
+
+_MOST_SHOWN, _FEW = 200, 3
+"""How many characters a message quotes of foreign text, and how many names of a list."""
+
+
+def shown(text: object) -> str:
+    """Return text that others wrote, such as a name in a file, as a message may show it.
+
+    What is no printable character, such as an escape or the end of a line, is told by its number,
+    and of a long text only the beginning. What was shown once stays as it is.
+    """
+    head = str(text)[: _MOST_SHOWN + 1]
+    plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in head)
+    return plain if len(plain) <= _MOST_SHOWN else plain[: _MOST_SHOWN - 1] + "…"
+
+
+def few(names: Iterable[object]) -> list[str]:
+    """Return the first of several names in their order, as a message may show them."""
+    return [shown(name) for _, name in zip(range(_FEW), names, strict=False)]
+
+
+def public_url(place: object) -> str:
+    """Return a URL without user, password, query and fragment, or what is no URL as it is."""
+    scheme, mark, rest = str(place).partition("://")
+    if not mark:
+        return str(place)
+    rest = re.split("[?#]", rest, maxsplit=1)[0]
+    authority = rest.partition("/")[0]
+    # Keys of object stores hold slashes.
+    broken = ":" in authority and not re.fullmatch(r".*:\d*", authority)
+    host = authority.rpartition("@")[2] + rest[len(authority) :]
+    return f"{scheme}://{rest.rpartition('@')[2] if broken and '@' not in authority else host}"
 
 
 _MANY, _LISTED = 12, 40

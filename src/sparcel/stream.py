@@ -27,6 +27,9 @@ from sparcel.profiling import timed
 
 _Filter = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
+MOST_SIZE = (1 << 63) - 1
+"""An index has at most 64 bits, one of them for its sign."""
+
 
 class SparseStream:
     """A vector of known size, stored as sorted indices with values, or densely.
@@ -68,7 +71,8 @@ class SparseStream:
     on a device may have it there, as a 0-dimensional tensor, until somebody needs to know."""
 
     def __init__(self, indices: Array | None, values: Array, size: int) -> None:
-        size, values = checked_whole(size, "size", at_least=0), as_tensor(values, "values")
+        size = checked_whole(size, "size", at_least=0, at_most=MOST_SIZE)
+        values = as_tensor(values, "values")
         check_values(values, size, dense=indices is None)
         if indices is not None:
             indices = checked_indices(as_tensor(indices, "indices"), values, size)

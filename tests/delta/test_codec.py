@@ -744,10 +744,10 @@ def test_a_header_with_many_dimensions() -> None:
     """They are not multiplied before they are counted."""
 
     def change(header: dict[str, Any], _: bytearray) -> None:
-        header.update(pieces=[["w", [9] * 100_000]])
+        header.update(pieces=[["w", [9] * 3000]])
 
     (chunk,) = encode({"w": torch.zeros(9)}, {})
-    with pytest.raises(FormatError, match="100000 dimensions"):
+    with pytest.raises(FormatError, match="3000 dimensions"):
         read_chunk(repacked(chunk, change))
 
 

@@ -95,7 +95,11 @@ def history(comm: Communicator, folder: str, sizes: tuple[int, int], code: str) 
     other = {name: cut(late.tensors[name], mesh, (Shard(2), Shard(0))) for name in names}
     moved(tensors, 5)
     publisher.publish(tensors)
-    delta.assign_(other, step.changes() if (step := late.update()) else ())
+    told = late.update()
+    assert told is not None
+    with pytest.raises(delta.InputError, match=r"'one'.*change and are not in the weights"):
+        delta.assign_(other, told.changes())
+    delta.assign_(other, told.changes(), partial=True)
     full = whole(tensors)
     equal(whole(dict(other)), {name: full[name] for name in names})
 

@@ -13,7 +13,10 @@ from sparcel.delta.chunk import Version
 from sparcel.delta.files import File
 from sparcel.delta.parts import Weights, memory_of, owners, parts_of, tensors_of, untied
 from sparcel.delta.writable import check_writable
-from sparcel.errors import FormatError, VersionError
+from sparcel.errors import FormatError, VersionError, few, shown
+
+_PARAMETRISED = ".parametrizations."
+"""How torch names what a parametrisation keeps in the place of a tensor."""
 
 
 class Whole:
@@ -25,11 +28,12 @@ class Whole:
         tensors: Mapping[str, Tensor],
         target: Target,
         given: Mapping[str, Tensor],
+        strict: bool,
     ) -> None:
         check_writable(parts_of(target), target)
         self.waits = True
         self._tensors, self._target, self._there = tensors, target, _memory(target)
-        self._places = check_places(version, tensors, target, given)
+        self._places = check_places(version, tensors, target, given, strict)
         parts = untied(parts_of(self._places)).items()
         self._written = {n: part for n, part in parts if self._places[n] is not tensors[n]}
 
@@ -51,7 +55,11 @@ def _memory(target: Target) -> dict[str, object]:
 
 
 def check_places(
-    version: Version, theirs: Mapping[str, Tensor], target: Weights, given: Mapping[str, Tensor]
+    version: Version,
+    theirs: Mapping[str, Tensor],
+    target: Weights,
+    given: Mapping[str, Tensor],
+    strict: bool,
 ) -> dict[str, Tensor]:
     """Return for each tensor of a version the target's tensor that takes its values.
 
@@ -60,7 +68,9 @@ def check_places(
     Raises
     ------
     VersionError
-        If a tensor of a module, or one that was given, would have to be another one.
+        If a tensor of a module, or one that was given, would have to be another one. If they are
+        ``strict``, also if the version or the target has a tensor that the other one lacks under
+        all its names.
     """
     ours = tensors_of(target)
     there, here = owners(parts_of(theirs)), owners(parts_of(ours))
@@ -79,15 +89,25 @@ def check_places(
             places[name] = tensor
         else:  # its own tensor object, where that has the same memory
             places[name] = ours[name if here.get(name) == here[at] else at]
-    must = theirs.keys() | ours.keys() if isinstance(target, nn.Module) else kept & theirs.keys()
-    wrong = sorted(name for name in must if places.get(name) is not ours.get(name))
+    is_module = isinstance(target, nn.Module)
+    must = theirs.keys() | ours.keys() if is_module else kept & theirs.keys()
+    wrong = {name for name in must if places.get(name) is not ours.get(name)}
+    if strict:
+        wrong |= {name for name in theirs if there[name] not in first}
+        wrong |= {name for name in ours if here[name] not in taken}
     if wrong:
+        partly = "" if is_module else ", or with partial=True, if one side may have fewer tensors"
         raise VersionError(
             f"version {version} has other tensors than the weights given, or ties others:"
-            f" {wrong[:3]}; {_difference(wrong[0], theirs, ours)}; begin with weights"
-            " that have its tensors and ties, or without any"
+            f" {few(sorted(wrong))}; {_difference(min(wrong, key=_plainly), theirs, ours)}; begin"
+            f" with weights that have its tensors and ties, or without any{partly}"
         )
     return places
+
+
+def _plainly(name: str) -> tuple[bool, str]:
+    """Order names by how much they tell of what is wrong."""
+    return _PARAMETRISED not in name, name
 
 
 def _kind(tensor: Tensor) -> str:
@@ -97,16 +117,23 @@ def _kind(tensor: Tensor) -> str:
 def _difference(name: str, theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> str:
     """Say how a version's tensor differs from the target's tensor of the same name."""
     if name not in theirs or name not in ours:
-        return f"{name!r} is missing in the {'weights' if name in theirs else 'version'}"
+        there, lacking = ("version", "weights") if name in theirs else ("weights", "version")
+        told = f"'{shown(name)}' is missing in the {lacking}"
+        if _PARAMETRISED in name:
+            told += (
+                f", because a parametrisation in the {there} computes a tensor from it; do"
+                " remove_parametrizations() there, or register the same ones on both sides"
+            )
+        return told
     if _kind(theirs[name]) != _kind(ours[name]):
-        return f"{name!r} is {_kind(theirs[name])} there, and {_kind(ours[name])} here"
-    there, here = (_tied_to(name, those) or "none" for those in (theirs, ours))
-    return f"{name!r} is tied to {there} there, and to {here} here"
+        return f"'{shown(name)}' is {_kind(theirs[name])} there, and {_kind(ours[name])} here"
+    tied, here = (_tied_to(name, those) or "none" for those in (theirs, ours))
+    return f"'{shown(name)}' is tied to {tied} there, and to {here} here"
 
 
 def _tied_to(name: str, tensors: Mapping[str, Tensor]) -> list[str]:
     owner = owners(parts_of(tensors))
-    return [other for other in owner if owner[other] == owner[name] and other != name]
+    return few(other for other in owner if owner[other] == owner[name] and other != name)
 
 
 def whole_of(files: list[File]) -> dict[str, Tensor]:

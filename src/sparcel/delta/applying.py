@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Set
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+    Set,
+)
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Event
@@ -16,9 +25,10 @@ from sparcel.delta.bits import bits_of
 from sparcel.delta.chunk import Chunk, Version, read_chunk
 from sparcel.delta.decoding import FETCH, Change, Found, found_in, new_tensors
 from sparcel.delta.encoding import in_pool, in_threads
-from sparcel.delta.parts import Part, Weights, memory_of, owners, parts_of, tensors_of
+from sparcel.delta.parts import Part, Weights, memory_of, owners, parts_of, tensors_of, unwrapped
 from sparcel.delta.writable import check_writable
-from sparcel.errors import InputError, VersionError
+from sparcel.errors import InputError, VersionError, few, shown
+from sparcel.training.names import model_name
 
 Chunks: TypeAlias = Iterable[bytes | memoryview | Chunk]
 Target: TypeAlias = nn.Module | MutableMapping[str, Tensor]
@@ -97,23 +107,20 @@ class Prepared:
                 there = memory_of(tensors[name]) == memory_of(self._parts[name].local)
             if not there:
                 raise VersionError(
-                    f"{name!r} was replaced since this delta was prepared; prepare it again, or"
-                    f" {FETCH}"
+                    f"'{shown(name)}' was replaced since this delta was prepared; prepare it again,"
+                    f" or {FETCH}"
                 )
 
-    def _changes(self) -> Iterator[Change]:
-        """Yield what has changed, after it is written."""
-        for name, tensor in self._gone.items():
-            yield Change.gone(name, tensor.dtype, tuple(tensor.shape))
-        for name, tensor in self._added.items():
-            yield Change.whole(name, tensor)
+    def _in_place(self) -> Iterator[Change]:
+        """Yield what differs in tensors that stay, with the values that are there now."""
         names: dict[str, list[str]] = defaultdict(list)
         for alias, name in self._ties.items():
             if alias not in self._added:
                 names[name].append(alias)
         for change in (change for one in self._found for change in one.changes(self._parts)):
-            for name in (change.name, *names[change.name]):
-                yield replace(change, name=name)
+            yield change
+            for name in names[change.name]:
+                yield replace(change, name=name, tied_to=change.name)
 
 
 @dataclass
@@ -142,11 +149,55 @@ class Inverse:
 
     def changes(self) -> Iterator[Change]:
         """Yield what has changed in each tensor, under each of its names, with the new values."""
-        return self._prepared._changes() if self.waits else iter(())
+        now = tensors_of(self._prepared._target)
+        return changes_of([self.done()], now) if self.waits else iter(())
 
     def undo(self) -> None:
         """Make the weights what they were, bit for bit; this can be done once."""
         self._prepared._exchange("written", "undone", self._prepared._added, self._prepared._gone)
+
+    def done(self) -> Done:
+        """Return what was done last: the delta was written, or undone."""
+        one = self._prepared
+        gone, added = (one._gone, one._added) if self.waits else (one._added, one._gone)
+        return Done(gone, added, one._in_place)
+
+
+@dataclass(frozen=True)
+class Done:
+    """A delta that was written or undone: the tensors gone and added, and what changed in others.
+
+    Its changes have the values that are there when they are asked for.
+    """
+
+    gone: Mapping[str, Tensor]
+    added: Mapping[str, Tensor]
+    in_place: Callable[[], Iterator[Change]]
+
+
+def whole_changes(now: Mapping[str, Tensor], names: Collection[str]) -> Iterator[Change]:
+    """Yield the changes that make those tensors that have one of the names."""
+    for name, owner in owners(parts_of(now)).items():
+        if name in names:
+            yield Change.whole(name, now[name], None if name == owner else owner)
+
+
+def changes_of(steps: Sequence[Done], now: Mapping[str, Tensor]) -> Iterator[Change]:
+    """Yield what differs after several steps, with the values that are there now.
+
+    An element that several steps changed comes several times, each time with that value.
+    """
+    before: dict[str, Tensor | None] = {}
+    for step in steps:
+        for name in step.gone.keys() | step.added.keys():
+            before.setdefault(name, step.gone.get(name))
+    for name, tensor in before.items():
+        if tensor is not None:
+            yield Change.gone(name, tensor.dtype, tuple(tensor.shape))
+    if before:
+        yield from whole_changes(now, before)
+    for step in steps:
+        yield from (change for change in step.in_place() if change.name not in before)
 
 
 def swap_all(
@@ -251,7 +302,14 @@ def check_together(chunks: list[Chunk]) -> None:
                 f" and the last one is {last}; fetch it again"
             )
     pieces = Counter(p for chunk in chunks if chunk.code != "removed" for p in chunk.pieces)
-    twice = [piece.name for piece, times in pieces.items() if times > 1 and piece.count]
+    counts: Counter[str] = Counter()
+    for piece, times in pieces.items():
+        counts[piece.name] += piece.count * times
+    twice = [
+        shown(piece.name)
+        for piece, times in pieces.items()
+        if (times > 1 and piece.count) or counts[piece.name] > piece.size
+    ]
     if twice:
         raise VersionError(
             f"version {first.target} has elements of {twice[0]} twice; one process encodes them, of"
@@ -264,7 +322,7 @@ def _check_names(
 ) -> None:
     """Raise VersionError unless a delta's new tensors can appear, and its old ones vanish."""
     if module and (added or leaving):
-        names = ", ".join(sorted(added | leaving)[:3])
+        names = ", ".join(few(sorted(added | leaving)))
         raise VersionError(
             f"version {version} has other tensors than the module, or ties others: {names}; begin"
             " with a module that has its tensors and ties"
@@ -272,8 +330,8 @@ def _check_names(
     already, missing = sorted(added & there - leaving), sorted(leaving - there)
     if already or missing:
         raise VersionError(
-            f"these weights are not the base of version {version}: {already[:3]} are there already,"
-            f" and {missing[:3]} are not; {FETCH}"
+            f"these weights are not the base of version {version}: {few(already)} are there"
+            f" already, and {few(missing)} are not; {FETCH}"
         )
 
 
@@ -281,7 +339,9 @@ def _check_copies(version: Version, copies: Mapping[str, str], parts: Mapping[st
     """Raise VersionError unless the tensors to tie have the same dtype, shape and shard."""
     for alias, name in copies.items():
         if replace(parts[alias].piece, name=name) != parts[name].piece:
-            raise VersionError(f"version {version} ties {alias} to {name}, which is unlike it here")
+            raise VersionError(
+                f"version {version} ties {shown(alias)} to {shown(name)}, which is unlike it here"
+            )
 
 
 def apply_(target: Target, chunks: Chunks, since: Version | None = None) -> Inverse:
@@ -321,7 +381,7 @@ def apply_(target: Target, chunks: Chunks, since: Version | None = None) -> Inve
     return prepare(target, chunks, since).apply()
 
 
-def assign_(target: Weights, changes: Iterable[Change]) -> None:
+def assign_(target: Weights, changes: Iterable[Change], *, partial: bool = False) -> None:
     """Write changes that were decoded and checked elsewhere.
 
     The target may hold its tensors on any device, and DTensors that are cut in any way: of each
@@ -330,25 +390,41 @@ def assign_(target: Weights, changes: Iterable[Change]) -> None:
     Parameters
     ----------
     target
-        A module, or tensors by name. Names that it does not have are passed by.
+        A module, or tensors by name. What wrappers put into names does not count.
     changes
-        From `decode`, or from `Update.changes`.
+        From `decode`, or from `Update.changes`, which tells a tied tensor under all its names.
+    partial
+        Whether what the target does not have is passed by, and what is gone stays as it is.
 
     Raises
     ------
     InputError
-        If a tensor has another dtype or shape, or lacks elements that change; what was written
-        before stays. If the target has tensors that `apply_` refuses.
+        If a tensor has another dtype or shape, is there under none of its names, or is gone; what
+        was written before stays. If the target has tensors that `apply_` refuses.
     """
-    parts = parts_of(target)
+    parts = parts_of(unwrapped(target))
     check_writable(parts, target)
+    gone, found, unknown = set[str](), set[str](), dict[str, str]()
     for change in changes:
-        part = parts.get(change.name)
-        if part is None or change.values is None:
+        part = parts.get(change.name) or parts.get(model_name(change.name))
+        if change.values is None:
+            gone |= {part.piece.name} if part else set()
             continue
+        owner = change.tied_to or change.name
+        if part is None:
+            unknown[change.name] = owner
+            continue
+        found.add(owner)
+        gone.discard(part.piece.name)
         _check_change(part, change.values, change)
         here, places = part.places_of(change.indices)
         part.put(places, bits_of(change.values)[here])
+    lacking = sorted(name for name, owner in unknown.items() if owner not in found)
+    if (lacking or gone) and not partial:
+        raise InputError(
+            f"{few(lacking)} change and are not in the weights, and {few(sorted(gone))} are gone"
+            " and are; name tensors as the version does, or pass partial=True"
+        )
 
 
 def _check_change(part: Part, values: Tensor, change: Change) -> None:
@@ -357,11 +433,11 @@ def _check_change(part: Part, values: Tensor, change: Change) -> None:
     kind = piece.dtype, piece.shape
     if kind != (change.dtype, change.shape) or kind != (values.dtype, change.shape):
         raise InputError(
-            f"{change.name} is {piece.dtype} {list(piece.shape)}, and changes as {change.dtype}"
-            f" {list(change.shape)} to values of {values.dtype}"
+            f"{shown(change.name)} is {piece.dtype} {list(piece.shape)}, and changes as"
+            f" {change.dtype} {list(change.shape)} to values of {values.dtype}"
         )
     if indices.shape != values.shape or bool(((indices < 0) | (indices >= piece.size)).any()):
         raise InputError(
-            f"{change.name} changes at {list(indices.shape)} indices to {list(values.shape)}"
+            f"{shown(change.name)} changes at {list(indices.shape)} indices to {list(values.shape)}"
             f" values; they must be as many, and below {piece.size}"
         )

@@ -14,13 +14,18 @@ from typing import Any
 from sparcel import _cpu
 from sparcel.delta.bits import NAMED, Layout
 from sparcel.delta.pieces import MOST_DIMS, MOST_PIECES, Piece, whole_piece
-from sparcel.errors import FormatError, InputError
+from sparcel.errors import FormatError, InputError, SparcelError, shown
 
 WRONG = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 """What Python raises when data have another form than was expected."""
 _START = struct.Struct("<4sIII")
 _MAGIC = b"SPD1"
 _MOST_HEADER = 16 << 20
+_FREE, _RATIO = 4 << 10, 32
+"""A header may unpack to so many bytes, and so many more for each byte that it has packed. Names of
+tensors shrink to about a twenty-fifth, and nothing that is worth reading to a thousandth."""
+_MOST_NESTED = 1 << 17
+"""Most lists and objects in a header, and brackets in its names: each takes dozens of bytes."""
 MOST_SHARDS = (1 << 20) - 1
 MOST_NUMBER = (1 << 63) - 1
 """The largest number of a version."""
@@ -31,12 +36,15 @@ the new values of all elements, or nothing, because the tensor is gone."""
 
 
 @contextmanager
-def malformed(what: str) -> Iterator[None]:
+def malformed(what: str, way_out: str = "") -> Iterator[None]:
     """Raise FormatError if the block, which parses something, meets anything unexpected."""
     try:
         yield
+    except SparcelError:
+        raise
     except (*WRONG, zlib.error) as error:
-        raise FormatError(f"{what}: {error!r}") from error
+        hint = f"; {way_out}" if way_out else ""
+        raise FormatError(f"{what}: {shown(repr(error))}{hint}") from None
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ class Version:
     def read(cls, stated: Sequence[Any]) -> Version:
         """Return the version that a file states, or raise ValueError or TypeError."""
         number, total = stated
-        return cls(_whole(number), _whole(int(total, 16), 1 << 64))
+        return cls(whole(number), whole(int(total, 16), 1 << 64))
 
     def __str__(self) -> str:
         return "{} ({})".format(*self.stated())
@@ -162,11 +170,13 @@ class Chunk:
             "streams": [*self.lengths, len(self.streams) - sum(self.lengths)],
         }
         text = json.dumps(header, separators=(",", ":")).encode()
-        if len(text) > _MOST_HEADER:
+        if len(text) > _MOST_HEADER or _nested(text) > _MOST_NESTED:
             raise InputError(
-                f"a chunk's names take {len(text)} bytes, not {_MOST_HEADER}: shorten them"
+                f"a chunk's names take {len(text)} bytes with {_nested(text)} brackets, and may"
+                f" take {_MOST_HEADER} with {_MOST_NESTED}: shorten them"
             )
-        packed = zlib.compress(text, 9)
+        packings = (zlib.compress(text, level) for level in (9, 1, 0))
+        packed = next(one for one in packings if len(text) <= _most_text(len(one)))
         body = b"".join([packed, self.streams, bytes(_cpu.CODE_SLACK)])
         return _START.pack(_MAGIC, len(packed), zlib.crc32(body), 0) + body
 
@@ -193,19 +203,30 @@ def read_chunk(data: bytes | memoryview) -> Chunk:
 
 
 def _header(packed: memoryview) -> dict[str, Any]:
-    unpacker = zlib.decompressobj()
-    text = unpacker.decompress(packed, _MOST_HEADER)
-    if not unpacker.eof:
-        raise ValueError(f"it is torn, or longer than {_MOST_HEADER} bytes")
+    unpacker, most = zlib.decompressobj(), _most_text(len(packed))
+    text = unpacker.decompress(packed, most + 1)  # of 0 it would take for no limit
+    if not unpacker.eof or len(text) > most:
+        raise ValueError(f"it is torn, or longer than {most} bytes")
+    if _nested(text) > _MOST_NESTED:
+        raise ValueError(f"it has {_nested(text)} brackets")
     header: dict[str, Any] = json.loads(text)
     return header
+
+
+def _most_text(packed: int) -> int:
+    """Return how long a header may be that is packed to so many bytes."""
+    return min(_FREE + _RATIO * packed, _MOST_HEADER)
+
+
+def _nested(text: bytes) -> int:
+    return text.count(b"[") + text.count(b"{")
 
 
 def _parsed(header: dict[str, Any], rest: memoryview) -> Chunk:
     layout = NAMED[header["dtype"]]
     if header["code"] not in CHUNK_CODES:
         raise ValueError(f"unknown code {header['code']!r}")
-    places, values, others = (_whole(length) for length in header["streams"])
+    places, values, others = (whole(length) for length in header["streams"])
     streams = places + values + others
     if len(rest) != streams + _cpu.CODE_SLACK:
         raise ValueError(f"{len(rest)} bytes follow it instead of {streams + _cpu.CODE_SLACK}")
@@ -214,21 +235,21 @@ def _parsed(header: dict[str, Any], rest: memoryview) -> Chunk:
         raise TypeError("names are text")
     if len(header["pieces"]) > MOST_PIECES:
         raise ValueError(f"{len(header['pieces'])} pieces")
-    shard, shards = (_whole(number, MOST_SHARDS + 1) for number in header["shard"])
+    shard, shards = (whole(number, MOST_SHARDS + 1) for number in header["shard"])
     chunk = Chunk(
         base=Version.read(header["base"]),
-        target=_whole(header["target"]),
+        target=whole(header["target"]),
         shard=shard,
         shards=shards,
-        part=_whole(header["part"]),
+        part=whole(header["part"]),
         last=bool(header["last"]),
         code=header["code"],
         layout=layout,
         pieces=tuple(_piece_read(piece, layout) for piece in header["pieces"]),
-        sum=_whole(int(header["sum"], 16), 1 << 64),
+        sum=whole(int(header["sum"], 16), 1 << 64),
         new=bool(header["new"]),
-        limits=tuple(_whole(limit, 256) for limit in header["limits"]),
-        changes=tuple(_whole(count) for count in header["changes"]),
+        limits=tuple(whole(limit, 256) for limit in header["limits"]),
+        changes=tuple(whole(count) for count in header["changes"]),
         lengths=(places, values),
         ties=ties,
         untied=tuple(untied),
@@ -249,7 +270,7 @@ def _check(chunk: Chunk, streams: int) -> None:
         raise ValueError(f"classes in code {chunk.code!r} of {chunk.layout.name}")
     for piece in chunk.pieces:
         if not piece.count and (piece.size or not (chunk.new or chunk.code == "removed")):
-            raise ValueError(f"no elements of {piece.name}")
+            raise ValueError(f"no elements of {shown(piece.name)}")
     if chunk.code in ("steps", "values"):
         if len(chunk.changes) != len(chunk.limits) + 1 or len(chunk.changes) > _cpu.MOST_CLASSES:
             raise ValueError(f"{len(chunk.changes)} classes with {len(chunk.limits)} limits")
@@ -261,7 +282,8 @@ def _check(chunk: Chunk, streams: int) -> None:
         raise ValueError(f"{streams} bytes for {chunk.elements} elements")
 
 
-def _whole(number: object, limit: int = 1 << 63) -> int:
+def whole(number: object, limit: int = 1 << 63) -> int:
+    """Return a whole number below a limit, or raise ValueError."""
     if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < limit:
         raise ValueError(f"{number!r} is no whole number below {limit}")
     return number
@@ -276,18 +298,18 @@ def _described(piece: Piece) -> list[object]:
 def _piece_read(described: Sequence[Any], layout: Layout) -> Piece:
     name, lengths, *there = described
     if not isinstance(name, str):
-        raise TypeError(f"{name!r} is no name")
-    shape = tuple(_whole(length) for length in lengths)
+        raise TypeError(f"{shown(repr(name))} is no name")
+    shape = tuple(whole(length) for length in lengths)
     if len(shape) > MOST_DIMS:
         raise ValueError(f"{len(shape)} dimensions")
-    _whole(math.prod(length or 1 for length in shape))  # or torch could not make it
+    whole(math.prod(length or 1 for length in shape))  # or torch could not make it
     piece = whole_piece(name, layout.dtype, shape)
     if not there:
         return piece
-    first, row, stride, count = map(_whole, there)
+    first, row, stride, count = map(whole, there)
     if not (row >= 1 and stride >= 1 and (count <= row or stride >= row)):
         raise ValueError(f"rows of {row} elements every {stride}")
     last = first + max(count - 1, 0) // row * stride + max(count - 1, 0) % row
     if count and last >= piece.size:
-        raise ValueError(f"element {last} of {piece.size} in {name}")
+        raise ValueError(f"element {last} of {piece.size} in {shown(name)}")
     return replace(piece, first=first, row=row, stride=stride, count=count)

@@ -15,7 +15,7 @@ from sparcel.delta.chunk import Chunk, read_chunk
 from sparcel.delta.encoding import kernel_piece, kernel_pieces
 from sparcel.delta.parts import Part, Weights, parts_of
 from sparcel.delta.pieces import Piece
-from sparcel.errors import FormatError, InputError, VersionError
+from sparcel.errors import FormatError, InputError, VersionError, few, shown
 
 FETCH = "fetch a full version, as `Subscriber.reload()` does"
 """The advice when a delta does not fit the weights."""
@@ -35,6 +35,8 @@ class Change:
         ``[k]``, of the tensor's dtype: their new values; None if the tensor is gone.
     new
         Whether the tensor was not there before. It is new as a whole, in one or several changes.
+    tied_to
+        The first name of a tied tensor, which is told under all its names, if this is another one.
     """
 
     name: str
@@ -43,13 +45,14 @@ class Change:
     indices: Tensor
     values: Tensor | None
     new: bool = False
+    tied_to: str | None = None
 
     @classmethod
-    def whole(cls, name: str, tensor: Tensor) -> Change:
+    def whole(cls, name: str, tensor: Tensor, tied_to: str | None = None) -> Change:
         """Return the change that makes a tensor, which was not there before."""
         everything = torch.arange(tensor.numel())
         values = tensor.detach().reshape(-1)
-        return cls(name, tensor.dtype, tuple(tensor.shape), everything, values, new=True)
+        return cls(name, tensor.dtype, tuple(tensor.shape), everything, values, True, tied_to)
 
     @classmethod
     def gone(cls, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Change:
@@ -195,9 +198,11 @@ def new_tensors(found: Iterable[Found]) -> dict[str, Tensor]:
     for name, mine in pieces.items():
         dtype, shape = mine[0][0].dtype, mine[0][0].shape
         if any((piece.dtype, piece.shape) != (dtype, shape) for piece, _ in mine):
-            raise FormatError(f"the new tensor {name!r} has pieces of several shapes")
+            raise FormatError(f"the new tensor '{shown(name)}' has pieces of several shapes")
         if not mine[0][0].made_of(piece for piece, _ in mine):
-            raise FormatError(f"the new tensor {name!r} is there in part only, or in part twice")
+            raise FormatError(
+                f"the new tensor '{shown(name)}' is there in part only, or in part twice"
+            )
         tensors[name] = torch.zeros(shape, dtype=dtype)
         flat = bits_of(tensors[name]).view(-1)
         for piece, bits in mine:
@@ -229,7 +234,7 @@ def _check_sum(chunk: Chunk, total: int) -> None:
 
 def _not_this_base(chunk: Chunk) -> VersionError:
     """Return the error for weights that a chunk was not made for."""
-    names = ", ".join(sorted({piece.name for piece in chunk.pieces})[:3])
+    names = ", ".join(few(sorted({piece.name for piece in chunk.pieces})))
     return VersionError(
         f"chunk {chunk.part} of version {chunk.target} does not fit these weights ({names}): they"
         f" are not version {chunk.base}; {FETCH}"
@@ -241,13 +246,14 @@ def _check_tensor(chunk: Chunk, piece: Piece, parts: Mapping[str, Part]) -> None
     part = parts.get(piece.name)
     if part is None:
         raise VersionError(
-            f"version {chunk.target} changes the tensor {piece.name!r}, which is not there; {FETCH}"
+            f"version {chunk.target} changes the tensor '{shown(piece.name)}', which is not there;"
+            f" {FETCH}"
         )
     mine = part.piece
     if (mine.dtype, mine.shape) != (piece.dtype, piece.shape):
         raise VersionError(
-            f"version {chunk.target} changes {piece.name!r} as {piece.dtype} {list(piece.shape)},"
-            f" but it is {mine.dtype} {list(mine.shape)}; {FETCH}"
+            f"version {chunk.target} changes '{shown(piece.name)}' as {piece.dtype}"
+            f" {list(piece.shape)}, but it is {mine.dtype} {list(mine.shape)}; {FETCH}"
         )
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from sparcel.delta.bits import LAYOUTS
-from sparcel.delta.chunk import Version, malformed
+from sparcel.delta.chunk import Version, malformed, whole
 from sparcel.delta.parts import Part, parts_of, ties_of, untied
 from sparcel.delta.pieces import MOST_DIMS
-from sparcel.errors import FormatError, InputError
+from sparcel.errors import FormatError, InputError, few, shown
 
 _NAMES = {layout.dtype: layout.safetensors for layout in LAYOUTS.values() if layout.safetensors}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
@@ -38,12 +38,13 @@ def check_storable(parts: Mapping[str, Part]) -> None:
         if name == METADATA or not is_text:
             why = "keep for themselves" if is_text else "cannot encode"
             raise InputError(
-                f"{name!r} is a name that safetensors files {why}; publish the tensor under another"
+                f"'{shown(name)}' is a name that safetensors files {why}; publish the tensor under"
+                " another"
             )
         if part.piece.dtype not in _NAMES:
             raise InputError(
-                f"{name} is of {part.piece.dtype}, for which safetensors has no name; view it as"
-                " another dtype"
+                f"{shown(name)} is of {part.piece.dtype}, for which safetensors has no name; view"
+                " it as another dtype"
             )
 
 
@@ -103,7 +104,7 @@ class File:
         """Return the chunks of a delta, in order."""
         names = [f"{_CHUNK}{i}" for i in range(len(self._tensors))]
         if set(names) != set(self._tensors):
-            raise FormatError(f"{self.name} is no delta: it holds {sorted(self._tensors)[:3]}")
+            raise FormatError(f"{self.name} is no delta: it holds {few(sorted(self._tensors))}")
         return [self._bytes(name) for name in names]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -147,12 +148,11 @@ class File:
 
 def _check(told: dict[str, Any]) -> None:
     (begin, end), shape = told["data_offsets"], told["shape"]
-    right = all(isinstance(n, int) and n >= 0 for n in (begin, end, *shape))
-    right = right and len(shape) <= MOST_DIMS
-    if not right or math.prod(n or 1 for n in shape) >= 1 << 63:
-        raise ValueError(f"shape {shape} at {begin} to {end}")
+    if len(shape) > MOST_DIMS:
+        raise ValueError(f"{len(shape)} dimensions")
+    whole(math.prod(whole(n) or 1 for n in shape))  # or torch could not make it
     size = math.prod(shape) * _DTYPES[told["dtype"]].itemsize
-    if end - begin != size:
+    if whole(end) - whole(begin) != size:
         raise ValueError(f"{size} bytes at {begin} to {end}")
 
 

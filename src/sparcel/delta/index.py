@@ -13,12 +13,15 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sparcel.delta.chunk import WRONG, Version
-from sparcel.delta.stores import Store, store_at
-from sparcel.errors import FormatError, VersionError
+from sparcel.delta.chunk import Version, malformed, whole
+from sparcel.delta.stores import DoubtedStore, Store, read_at_most, store_at
+from sparcel.errors import InputError, VersionError, few
 
 INDEX = "index.json"
 _FORMAT = "sparcel-delta-1"
+_MOST_BYTES = 32 << 20
+"""Of an index: hundreds of entries of thousands of processes take less."""
+_MOST_SECONDS = 1 << 40
 _PLAIN = re.compile(r"\w[\w.-]{0,199}", re.ASCII)
 """Names of files that are in the store itself, on any file system."""
 
@@ -147,7 +150,7 @@ class Index:
     def _no_way(self, since: Version | None, wanted: Version, without: Collection[str]) -> str:
         start = "nothing" if since is None else f"version {since}"
         anchors = [entry.version.number for entry in self.entries if entry.kind == "anchor"]
-        torn = f"; {', '.join(sorted(without))} cannot be read" if without else ""
+        torn = f"; {', '.join(few(sorted(without)))} cannot be read" if without else ""
         return (
             f"no files lead from {start} to version {wanted}: there are whole models of versions"
             f" {anchors}{torn}; wait for the next whole model, or restart the publisher, which"
@@ -162,29 +165,41 @@ def read_index(store: Store | str | os.PathLike[str]) -> Index:
     ------
     FormatError
         If it cannot be read.
+    InputError
+        If nothing can ever appear there: the bucket, or the folder around it, does not exist.
     """
     store = store_at(store)
+    index = index_in(store)
+    if index == Index() and isinstance(store, DoubtedStore):
+        store.check_found()
+    return index
+
+
+def index_in(store: Store) -> Index:
+    """Return the index of a store, which may be a place that its publisher has yet to make."""
     try:
-        text = bytes(store.read(INDEX))
+        text = bytes(read_at_most(store, INDEX, _MOST_BYTES))
     except FileNotFoundError:
         return Index()
-    try:
+    way_out = f"restore {INDEX} from a copy, or publish to an empty place"
+    with malformed(f"the index of {store} is wrong", way_out):
         told = json.loads(text)
         if told["format"] != _FORMAT:
             raise ValueError(f"format {told['format']!r} instead of {_FORMAT!r}")
         return Index(tuple(_entry(one) for one in told["entries"]), str(told["writer"]))
-    except WRONG as error:
-        raise FormatError(
-            f"the index of {store} is wrong: {error!r}; restore {INDEX} from a copy, or publish to"
-            " an empty place"
-        ) from error
 
 
 def write_index(store: Store, index: Index) -> None:
     """Replace the index of a store, which commits what it lists."""
     entries = [vars(entry) for entry in index.entries]
     told = {"format": _FORMAT, "writer": index.writer, "entries": entries}
-    store.write(INDEX, [json.dumps(told, indent=1, default=Version.stated).encode()])
+    text = json.dumps(told, indent=1, default=Version.stated).encode()
+    if len(text) > _MOST_BYTES:
+        raise InputError(
+            f"the index would take {len(text)} bytes, of which readers take {_MOST_BYTES}; let"
+            " fewer processes publish, or lower lag or anchor_every"
+        )
+    store.write(INDEX, [text])
 
 
 def _entry(told: dict[str, Any]) -> Entry:
@@ -195,11 +210,12 @@ def _entry(told: dict[str, Any]) -> Entry:
         raise ValueError(f"an entry of kind {told['kind']!r} from {base} to {made}")
     names = tuple(told["names"])
     if not names or not all(_PLAIN.fullmatch(name) and name != INDEX for name in names):
-        raise ValueError(f"files named {names}")
-    size, elements, changed = (int(told[what]) for what in ("bytes", "elements", "changed"))
-    if min(size, elements, changed) < 0:
-        raise ValueError(f"an entry of {size} bytes, {elements} elements and {changed} changes")
-    return Entry(kind, base, made, names, size, elements, changed, float(told["time"]))
+        raise ValueError(f"files named {few(names)}")
+    size, elements, changed = (whole(told[what]) for what in ("bytes", "elements", "changed"))
+    when = float(told["time"])
+    if not 0 <= when < _MOST_SECONDS:
+        raise ValueError(f"an entry of the time {when}")
+    return Entry(kind, base, made, names, size, elements, changed, when)
 
 
 def file_name(base: Version | None, number: int, writer: str, rank: int | None = None) -> str:

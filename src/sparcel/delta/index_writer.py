@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from sparcel._checks import checked_whole
 from sparcel.delta.chunk import MOST_NUMBER, Version
 from sparcel.delta.files import File
-from sparcel.delta.index import INDEX, Entry, Index, read_index, write_index
+from sparcel.delta.index import INDEX, Entry, Index, index_in, write_index
 from sparcel.delta.stores import Folder, Store
 from sparcel.errors import FormatError, InputError, VersionError
 
@@ -104,7 +104,7 @@ class IndexWriter:
         try:
             yield
         except (FileNotFoundError, InputError) as error:
-            there = read_index(self._store)
+            there = index_in(self._store)
             if there.newest and there.writer != self._writer and there != self.index:
                 raise self._other(there) from error
             raise
@@ -130,9 +130,9 @@ class IndexWriter:
     def _replace(self, index: Index) -> None:
         index = index.by(self._writer)
         with self._store.alone(), self._telling_of_others():
-            self._check(read_index(self._store))
+            self._check(index_in(self._store))
             write_index(self._store, index)
-            if not self.index.entries and read_index(self._store) != index:
+            if not self.index.entries and index_in(self._store) != index:
                 raise InputError(f"{self._store} does not hold {INDEX} as it was written just now")
         self.index = index
 
@@ -148,7 +148,7 @@ class IndexWriter:
         return list(known)
 
     def _read(self) -> Index:
-        index = read_index(self._store)
+        index = index_in(self._store)
         if index == Index() and self._ours("delta"):
             raise VersionError(
                 f"{self._store} holds deltas, but not the {INDEX} that lists them; restore it from"

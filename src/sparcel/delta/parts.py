@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,8 @@ from torch.nn.parameter import is_lazy
 
 from sparcel.delta.bits import LAYOUTS, bits_of
 from sparcel.delta.pieces import CHUNK_BYTES, Piece, piece_of_shard, whole_piece
-from sparcel.errors import InputError
+from sparcel.errors import InputError, shown
+from sparcel.training.names import model_names
 
 M = TypeVar("M", bound=Mapping[str, Tensor])
 
@@ -82,8 +83,8 @@ class Part:
         here, places = self.places_of(numbers)
         if not bool(here.all()):
             raise InputError(
-                f"{piece.name} is cut otherwise here than where it was encoded; keep whole tensors"
-                " in a Subscriber, and assign_ what changes in them"
+                f"{shown(piece.name)} is cut otherwise here than where it was encoded; keep whole"
+                " tensors in a Subscriber, and assign_ what changes in them"
             )
         return self.take(places)
 
@@ -124,7 +125,7 @@ class Part:
 
 
 def tensors_of(weights: nn.Module | M) -> dict[str, Tensor] | M:
-    """Return the tensors of weights by name.
+    """Return the tensors of weights by name: those of a module by the names before it was wrapped.
 
     What a module has as extra state is left out: it may be anything, and is made for each call, so
     it could be neither compared nor written element by element.
@@ -135,7 +136,43 @@ def tensors_of(weights: nn.Module | M) -> dict[str, Tensor] | M:
             raise InputError(f"weights are a module, or a mapping of names to tensors, got {kind}")
         return weights
     state = weights.state_dict()
-    return {name: one for name, one in state.items() if name.rpartition(".")[2] != _EXTRA}
+    kept = [name for name in state if name.rpartition(".")[2] != _EXTRA]
+    return {plain: state[name] for name, plain in model_names(kept).items()}
+
+
+class _Unwrapped(MutableMapping[str, Tensor]):
+    """A mapping by the names before a model was wrapped; what is added keeps its name."""
+
+    def __init__(self, tensors: MutableMapping[str, Tensor], plain: Mapping[str, str]) -> None:
+        self._tensors, self._plain = tensors, plain
+        self._own = {name: own for own, name in plain.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[self._own.get(name, name)]
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        self._tensors[self._own.get(name, name)] = tensor
+
+    def __delitem__(self, name: str) -> None:
+        del self._tensors[self._own.get(name, name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return (self._plain.get(own, own) for own in self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def unwrapped(weights: nn.Module | M) -> MutableMapping[str, Tensor] | M:
+    """Return the tensors of weights by the names before a model was wrapped, also of a mapping.
+
+    What is written to it is written to the mapping.
+    """
+    tensors = tensors_of(weights)
+    plain = model_names(name for name in tensors if isinstance(name, str))
+    if isinstance(weights, nn.Module) or all(name == own for own, name in plain.items()):
+        return tensors
+    return _Unwrapped(cast("MutableMapping[str, Tensor]", tensors), plain)
 
 
 def parts_of(weights: Weights) -> dict[str, Part]:
@@ -161,25 +198,25 @@ def parts_of(weights: Weights) -> dict[str, Part]:
 def _check_dense(name: object, tensor: object) -> None:
     """Raise InputError unless a tensor's elements are there as their bits."""
     if not isinstance(name, str):
-        raise InputError(f"{name!r} is no name; names of tensors are text")
+        raise InputError(f"{shown(repr(name))} is no name; names of tensors are text")
     if not isinstance(tensor, Tensor):
         kind = type(tensor).__name__
-        raise InputError(f"{name} is no tensor but {kind}; pass tensors by name without it")
+        raise InputError(f"{shown(name)} is no tensor but {kind}; pass tensors by name without it")
     if is_lazy(tensor):
-        raise InputError(f"{name} has no shape yet; run the module once before")
+        raise InputError(f"{shown(name)} has no shape yet; run the module once before")
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested:
         kind = "on the device meta" if tensor.is_meta else f"of the layout {tensor.layout}"
         kind = "nested" if tensor.is_nested else kind
-        raise InputError(f"{name} is {kind}; deltas need dense tensors with values")
+        raise InputError(f"{shown(name)} is {kind}; deltas need dense tensors with values")
     if tensor.dtype not in LAYOUTS:
-        raise InputError(f"{name} is {tensor.dtype}, which deltas do not know; leave it out")
+        raise InputError(f"{shown(name)} is {tensor.dtype}, which deltas do not know; leave it out")
     if tensor.is_conj() or tensor.is_neg():
-        raise InputError(f"{name} is a conjugate or negative view; resolve it first")
+        raise InputError(f"{shown(name)} is a conjugate or negative view; resolve it first")
     local = local_of(tensor)
     if local.numel() and not local.data_ptr():
         raise InputError(
-            f"{name} is a {type(local).__name__}, which keeps its values in other tensors; pass"
-            " those by name"
+            f"{shown(name)} is a {type(local).__name__}, which keeps its values in other tensors;"
+            " pass those by name"
         )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from sparcel.delta.bits import key_of
-from sparcel.errors import InputError
+from sparcel.errors import InputError, shown
 
 CHUNK_BYTES = 4 << 20
 """Most bytes of weights in a chunk: a chunk learns its models anew, and waits in memory."""
@@ -108,7 +108,9 @@ def piece_of_shard(name: str, tensor: DTensor) -> Piece:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if any(how.is_partial() for how in tensor.placements):
-        raise InputError(f"{name} is placed as {tensor.placements}, a sum that is not yet made")
+        raise InputError(
+            f"{shown(name)} is placed as {tensor.placements}, a sum that is not yet made"
+        )
     if tensor.device_mesh.get_coordinate() is None:
         return Piece(name, tensor.dtype, tuple(tensor.shape), 0, 1, 1, 0)
 
@@ -119,7 +121,7 @@ def piece_of_shard(name: str, tensor: DTensor) -> Piece:
     is_empty = math.prod(local) == math.prod(held) == 0  # FSDP2 cuts these to other shapes
     if (local != tuple(held) and not is_empty) or _is_interleaved(tensor):
         raise InputError(
-            f"{name} holds {list(local)} here, which is no slice of the whole as"
+            f"{shown(name)} holds {list(local)} here, which is no slice of the whole as"
             f" {tensor.placements} cut it; make it by distribute_tensor, or redistribute it"
         )
     return piece_of_slice(name, tensor.dtype, tuple(tensor.shape), tuple(starts), tuple(held))
@@ -163,8 +165,8 @@ def piece_of_slice(
         return Piece(name, dtype, shape, first, row, row, count)
     if any(inner[a] != lengths[b] * inner[b] for a, b in pairwise(outer)):
         raise InputError(
-            f"{name} is cut along several dimensions, {lengths} of {shape}; publish it from a mesh"
-            " that cuts it along one, or gather it first"
+            f"{shown(name)} is cut along several dimensions, {lengths} of {shape}; publish it from"
+            " a mesh that cuts it along one, or gather it first"
         )
     row = lengths[last] * inner[last]
     stride = inner[outer[-1]]

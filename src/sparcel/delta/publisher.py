@@ -18,10 +18,10 @@ from sparcel.delta.encoding import CODES, encode_parts, version_of
 from sparcel.delta.files import File, anchor_file, check_storable, delta_file
 from sparcel.delta.index import Entry, Index, file_name
 from sparcel.delta.index_writer import IndexWriter
-from sparcel.delta.parts import Part, Weights, parts_of, tensors_of, untied
+from sparcel.delta.parts import Part, Weights, parts_of, untied, unwrapped
 from sparcel.delta.stores import Folder, Store, store_at
 from sparcel.delta.subscriber import Subscriber
-from sparcel.errors import FormatError, InputError, VersionError, checked_name
+from sparcel.errors import FormatError, InputError, VersionError, checked_name, shown
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,8 @@ class Publisher:
         ----------
         weights
             A module, whose state dict is published without extra state, or tensors by name, on any
-            device. They must not change meanwhile.
+            device. They must not change meanwhile. What DDP, FSDP, `torch.compile` and activation
+            checkpoints put into names is taken off.
         number
             The version's number, larger than the last one's; by default the next one.
 
@@ -117,7 +118,7 @@ class Publisher:
         VersionError
             If another publisher has written to the store, or its index is lost.
         """
-        tensors = tensors_of(weights)
+        tensors = unwrapped(weights)
         parts = parts_of(tensors)
         check_storable(parts)
         _check_whole(parts)
@@ -246,6 +247,7 @@ def _check_whole(parts: Mapping[str, Part]) -> None:
     for name, part in parts.items():
         if part.piece.count < part.piece.size:
             raise InputError(
-                f"{name} is cut over several processes, of which this one holds {part.piece.count}"
+                f"{shown(name)} is cut over several processes, of which this one holds"
+                f" {part.piece.count}"
                 f" of {part.piece.size} elements; publish it by a ShardedPublisher"
             )

@@ -23,10 +23,10 @@ from sparcel.delta.encoding import CODES, encode_parts, in_threads
 from sparcel.delta.files import check_storable, delta_file
 from sparcel.delta.index import file_name
 from sparcel.delta.index_writer import IndexWriter
-from sparcel.delta.parts import Part, Weights, parts_of, tensors_of, ties_of, untied
+from sparcel.delta.parts import Part, Weights, parts_of, ties_of, untied, unwrapped
 from sparcel.delta.pieces import Piece
 from sparcel.delta.stores import Store, store_at
-from sparcel.errors import InputError, MismatchError, VersionError, checked_name
+from sparcel.errors import InputError, MismatchError, VersionError, checked_name, shown
 
 T = TypeVar("T")
 
@@ -222,7 +222,7 @@ class ShardedPublisher:
 
 
 def _checked(weights: Weights) -> tuple[Mapping[str, Tensor], Mapping[str, Part]]:
-    tensors = tensors_of(weights)
+    tensors = unwrapped(weights)
     parts = parts_of(tensors)
     check_storable(parts)
     return tensors, parts
@@ -284,7 +284,7 @@ def owned(held: Mapping[str, Piece], everywhere: Tensor, rank: int) -> set[str]:
         different = [replace(piece, first=a, row=b, stride=c, count=n) for a, b, c, n in first if n]
         if not piece.made_of(different):
             raise InputError(
-                f"{name} has {piece.size} elements, and the ranks of this group hold"
+                f"{shown(name)} has {piece.size} elements, and the ranks of this group hold"
                 f" {sum(one.count for one in different)} in different pieces, with gaps or some"
                 " twice; pass a group with all ranks that share it, which cut it in one way"
             )

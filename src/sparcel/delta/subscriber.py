@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,16 +10,26 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from sparcel._checks import checked_flag
 from sparcel.delta.anchor import Whole, check_places, failing_as_file, whole_of
-from sparcel.delta.applying import Inverse, Prepared, Target, check_together, prepare
+from sparcel.delta.applying import (
+    Done,
+    Inverse,
+    Prepared,
+    Target,
+    changes_of,
+    check_together,
+    prepare,
+    whole_changes,
+)
 from sparcel.delta.chunk import Version, read_chunk
 from sparcel.delta.decoding import Change
 from sparcel.delta.encoding import version_of
 from sparcel.delta.files import File
 from sparcel.delta.index import Entry, Index, read_index
-from sparcel.delta.parts import tensors_of
+from sparcel.delta.parts import tensors_of, unwrapped
 from sparcel.delta.stores import Store, store_at
-from sparcel.errors import FormatError, InputError, VersionError
+from sparcel.errors import FormatError, InputError, VersionError, shown
 
 _TRIES = 3
 """How often a missing file is looked up anew in the index, before it is avoided."""
@@ -49,39 +58,83 @@ class Ready:
             If it is written already, if the subscriber has gone to another version meanwhile, or if
             tensors that change were replaced.
         """
-        return self._subscriber._apply(self._entry, self._since, self._step)
+        self._subscriber._apply(self._entry, self._since, self._step)
+        return self._subscriber._tell()
 
 
 @dataclass(frozen=True)
 class Update:
-    """A version that a subscriber has reached.
+    """A version that a subscriber has reached, and what it took since it told of one before.
 
     Attributes
     ----------
     base
-        The version before, or None after a whole model.
+        The version that it has told before, or None if a whole model was read since.
     version
         The version now.
     bytes
-        Length of the files that were read.
+        Length of all files that were read.
     changed
-        How many elements have changed; all of them after a whole model.
+        How many elements each step has changed, added up; all of them after a whole model.
     """
 
     base: Version | None
     version: Version
     bytes: int
     changed: int
-    _tensors: MutableMapping[str, Tensor] = field(repr=False)
-    _inverse: Inverse | None = field(repr=False, default=None)
+    _subscriber: Subscriber = field(repr=False)
+    _steps: list[Done] | None = field(repr=False)
+    _moves: int = field(repr=False)
 
     def changes(self) -> Iterator[Change]:
-        """Yield what has changed, with the new values; only until the subscriber goes on."""
-        if self._inverse is not None:
-            yield from self._inverse.changes()
-            return
-        for name, tensor in self._tensors.items():
-            yield Change.whole(name, tensor)
+        """Yield all that has changed since ``base``, with the new values.
+
+        An element that changed in several versions may come several times, with the same value. If
+        ``base`` is None, all tensors come whole, and others that there may have been are gone.
+
+        Raises
+        ------
+        VersionError
+            If the subscriber has gone on since, so that its weights have other values.
+        """
+        if self._moves != self._subscriber._moves:
+            raise VersionError(
+                f"the subscriber has left version {self.version}, whose values cannot be told any"
+                " more; take the changes of an update before the next one"
+            )
+        now = self._subscriber.tensors
+        if self._steps is not None:
+            return changes_of(self._steps, now)
+        return whole_changes(now, now)
+
+
+@dataclass
+class _Untold:
+    """What a subscriber has done since it told of a version.
+
+    Attributes
+    ----------
+    base
+        The version of which it told, or None if a whole model was read since.
+    steps
+        Deltas that were written and undone since then.
+    """
+
+    base: Version | None = None
+    bytes: int = 0
+    changed: int = 0
+    steps: list[Done] = field(default_factory=list)
+    is_new: bool = False
+    """Whether a version was read, and none was only undone."""
+
+    def add(self, entry: Entry, inverse: Inverse | None) -> None:
+        if inverse is None:
+            self.base, self.steps, self.changed = None, [], entry.elements
+        elif self.base is not None:
+            self.steps.append(inverse.done())
+            self.changed += entry.changed
+        self.bytes += entry.bytes
+        self.is_new = True
 
 
 class Subscriber:
@@ -97,10 +150,14 @@ class Subscriber:
         Where versions come from: a store, or a path or URL as for `store_at`.
     tensors
         A module or tensors by name that are kept at the newest version, on any device. By default
-        the subscriber keeps its own, in memory. Tensors that are given are written in place: a
-        version in which one of them has another dtype, shape or tie is refused. Names that they
-        lack are added to a mapping, and a module must have them all, as parameters and buffers and
-        not as copies that a hook of its state dict makes.
+        the subscriber keeps its own, in memory, as in an empty mapping. Tensors that are given are
+        written in place: a version that has other ones, by name, dtype, shape or tie, is refused.
+        What wrappers put into names does not count, as for `Publisher.publish`. A module has its
+        tensors as parameters and buffers, and not as copies that a hook of its state dict makes.
+    partial
+        Whether a mapping may have names that a version lacks, which are then taken out of it, and
+        may lack others, which are then added. Without it, a mistake in names would let a server go
+        on with stale weights.
 
     Attributes
     ----------
@@ -109,18 +166,29 @@ class Subscriber:
     """
 
     def __init__(
-        self, store: Store | str | os.PathLike[str], tensors: Target | None = None
+        self,
+        store: Store | str | os.PathLike[str],
+        tensors: Target | None = None,
+        *,
+        partial: bool = False,
     ) -> None:
         self.version: Version | None = None
         self._store = store_at(store)
         self._target: Target = {} if tensors is None else tensors
-        self._given = {} if isinstance(self._target, nn.Module) else dict(self._target)
+        self._given: dict[str, Tensor] = {}
+        if not isinstance(self._target, nn.Module):
+            self._target = unwrapped(self._target)
+            self._given = dict(self._target)
+        elif partial:
+            raise InputError("a module must have all tensors; to use partial, pass them by name")
+        self._is_strict = bool(self._given) and not checked_flag(partial, "partial")
         self._inverse: Inverse | None = None
+        self._untold, self._moves = _Untold(), 0
         for name, tensor in self.tensors.items():
             if isinstance(tensor, DTensor):
                 raise InputError(
-                    f"{name} is cut over several processes; keep whole tensors in a Subscriber, and"
-                    " assign_ what changes in them"
+                    f"{shown(name)} is cut over several processes; keep whole tensors in a"
+                    " Subscriber, and assign_ what changes in them"
                 )
 
     @property
@@ -134,8 +202,8 @@ class Subscriber:
         Returns
         -------
         Update or None
-            The version that is now served, and what it took to get there from the one before; its
-            `changes` are those of the last step. None if nothing had to be done.
+            The version that is now served, and what it took to get there from the one that was
+            told before, over all versions in between. None if nothing had to be done.
 
         Raises
         ------
@@ -143,8 +211,10 @@ class Subscriber:
             If nothing in the store leads there, or its index has vanished; the weights are then a
             whole version, maybe one on the way, which may be older than the one before.
         """
-        steps = deque(self.updates(to), maxlen=1)
-        return steps[0] if steps else None
+        passed_by: set[str] = set()
+        while ready := self._prepared(to, passed_by):
+            self._apply(ready._entry, ready._since, ready._step)
+        return self._tell() if self._untold.is_new else None
 
     def updates(self, to: int | None = None) -> Iterator[Update]:
         """Go there step by step, a whole model or a delta at a time, and yield each step."""
@@ -202,6 +272,7 @@ class Subscriber:
         with self._writing(inverse):
             inverse.undo()
         self.version = inverse.base
+        self._untold.steps.append(inverse.done())
         return inverse.base
 
     def verify(self) -> None:
@@ -221,13 +292,13 @@ class Subscriber:
         for file, name in zip(files, entry.names, strict=True):
             base = entry.base and file.version("base")
             if (base, file.version()) != (entry.base, entry.version):
-                raise FormatError(f"{name} holds {file.version()}, not {entry.version}")
+                raise FormatError(f"{shown(name)} holds {file.version()}, not {entry.version}")
         if entry.kind == "anchor":
             tensors = whole_of(files)
             found = version_of(tensors, entry.version.number)
             if found != entry.version:
                 raise FormatError(f"{entry.names[0]} holds {found} instead of {entry.version}")
-            whole = Whole(entry.version, tensors, self._target, self._given)
+            whole = Whole(entry.version, tensors, self._target, self._given, self._is_strict)
             return Ready(entry, self, self.version, whole)
         chunks = [read_chunk(chunk) for file in files for chunk in file.chunks()]
         with failing_as_file(entry.names):
@@ -241,10 +312,12 @@ class Subscriber:
             )
         prepared = prepare(self._target, chunks, self.version)
         if self._given:
-            check_places(entry.version, prepared.tensors, self._target, self._given)
+            check_places(
+                entry.version, prepared.tensors, self._target, self._given, self._is_strict
+            )
         return Ready(entry, self, self.version, prepared)
 
-    def _apply(self, entry: Entry, since: Version | None, step: Prepared | Whole) -> Update:
+    def _apply(self, entry: Entry, since: Version | None, step: Prepared | Whole) -> None:
         if self.version != since or not step.waits:
             raise VersionError(
                 f"version {entry.version} was prepared for {since}, but the weights are"
@@ -253,14 +326,22 @@ class Subscriber:
         with self._writing(step):
             inverse = step.apply()
         self.version, self._inverse = entry.version, inverse
-        base = since if inverse else None
-        return Update(base, entry.version, entry.bytes, entry.changed, self.tensors, inverse)
+        self._untold.add(entry, inverse)
+
+    def _tell(self) -> Update:
+        """Return what was done since the last time, also before an error that interrupted it."""
+        done, version = self._untold, self.version
+        assert version is not None, "a step was written"
+        self._untold = _Untold(version)
+        steps = None if done.base is None else done.steps
+        return Update(done.base, version, done.bytes, done.changed, self, steps, self._moves)
 
     @contextmanager
     def _writing(self, step: Prepared | Inverse | Whole) -> Iterator[None]:
         """Set no version while a step is written, and the last one again if nothing was written."""
         before = self.version, self._inverse
         self.version = self._inverse = None
+        self._moves += 1
         try:
             yield
         except BaseException:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from sparcel.delta.parts import Part, Weights, local_of, untied
-from sparcel.errors import InputError
+from sparcel.errors import InputError, shown
 
 
 def check_writable(parts: Mapping[str, Part], target: Weights) -> None:
@@ -33,15 +33,17 @@ def check_writable(parts: Mapping[str, Part], target: Weights) -> None:
     near: list[tuple[str, Tensor]] = []
     for name, local in held:
         if _repeats_elements(local):
-            raise InputError(f"several elements of {name} are one in memory; pass a copy of it")
+            raise InputError(
+                f"several elements of {shown(name)} are one in memory; pass a copy of it"
+            )
         begin, device = local.data_ptr(), local.device
         near = [(n, one) for n, one in near if one.device == device and _end_of(one) > begin]
         for other, one in near:
             # Columns of a matrix lie between one another, and share nothing.
             if np.shares_memory(_in_its_place(one), _in_its_place(local)):
                 raise InputError(
-                    f"{other} and {name} share elements, but are not tied as one tensor; pass a"
-                    " copy of one of them"
+                    f"{shown(other)} and {shown(name)} share elements, but are not tied as one"
+                    " tensor; pass a copy of one of them"
                 )
         near.append((name, local))
 
@@ -54,8 +56,8 @@ def _check_inside(module: nn.Module, parts: Mapping[str, Part]) -> None:
     for name, part in parts.items():
         if part.local.numel() and part.local.untyped_storage().data_ptr() not in memory:
             raise InputError(
-                f"{name} is a copy that the module's state_dict makes, or a tensor that is no"
-                " buffer, so what is written to it may not reach the module; register it, pass"
+                f"{shown(name)} is a copy that the module's state_dict makes, or a tensor that is"
+                " no buffer, so what is written to it may not reach the module; register it, pass"
                 " tensors by name, or load_state_dict what a Subscriber without tensors has"
             )
 

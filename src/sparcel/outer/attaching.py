@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from sparcel._checks import check_type, checked_number, checked_whole
 from sparcel.comm import Group, digest, ranks_with_other
 from sparcel.delta.stores import Store
-from sparcel.errors import InputError, MismatchError, checked_name
+from sparcel.errors import InputError, MismatchError, checked_name, public_url
 from sparcel.fsdp import FSDPDriver, Replicas, is_sharded
 from sparcel.outer.driver import Outer, Poison
 from sparcel.outer.island import Copies, Follower, Island, Shards
@@ -104,7 +104,8 @@ def attach(
     if is_sharded(model):
         if isinstance(islands, str | os.PathLike | Store):
             raise InputError(
-                f"islands={islands!r} is a place where islands come and go, which a sharded model"
+                f"islands={public_url(islands)!r} is a place where islands come and go, which a"
+                " sharded model"
                 ' cannot yet; give a group: islands=mesh["replicate"]'
             )
         sharded = FSDPDriver(model, cast("Replicas", islands), None)

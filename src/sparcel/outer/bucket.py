@@ -37,7 +37,7 @@ from sparcel.comm import (
 )
 from sparcel.delta.stores import ExclusiveStore, Folder, store_at
 from sparcel.delta.stores import Store as Place
-from sparcel.errors import InputError, MismatchError
+from sparcel.errors import InputError, MismatchError, shown
 from sparcel.ops import Op
 
 _OWN_NAME = "own name"
@@ -57,6 +57,9 @@ _WAITED_SHARE = 0.1
 
 _ANSWER_SECONDS = 10.0
 """How long a few requests to a far store may take."""
+
+_COUNTED = re.compile(rb"(-?\d{1,19}) [0-9a-f]{32}")
+"""What a file of a counter holds: the sum, and what tells its writer."""
 
 _MAGIC, _VERSION = b"spmS", 1
 
@@ -203,8 +206,7 @@ class BucketStore(Store):
             while True:
                 counted = [name.removeprefix(stem) for name in self._starting(stem)]
                 last = max([int(number) for number in counted if number.isdecimal()], default=0)
-                total = int(bytes(self.place.read(f"{stem}{last}")).split()[0]) if last else 0
-                total += amount
+                total = (self._counted(f"{stem}{last}") if last else 0) + amount
                 line = f"{total} {uuid4().hex}".encode()  # tells its own from another's
                 if not amount or self.create(f"{stem}{last + 1}", [line]):
                     return total
@@ -237,6 +239,16 @@ class BucketStore(Store):
         So it is when a request was repeated because its answer got lost.
         """
         return self.place.create(name, parts) or bytes(self.place.read(name)) == b"".join(parts)
+
+    def _counted(self, name: str) -> int:
+        """Return the number in one of the files of `add`."""
+        text = bytes(self.place.read(name))
+        if not (found := _COUNTED.fullmatch(text)):
+            raise DistStoreError(
+                f"{name} in {self.place} is torn, or not written by sparcel: {shown(text[:40])};"
+                " begin with another run or an empty place"
+            )
+        return int(found[1])
 
     def _starting(self, stem: str) -> list[str]:
         return [name for name in self.place.names() if name.startswith(stem)]

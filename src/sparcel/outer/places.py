@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from sparcel.comm import ConnectedCommunicator, TorchCommunicator
 from sparcel.comm.torch import TorchRendezvous
 from sparcel.delta.stores import Store as Bucket
-from sparcel.errors import CommunicationError, InputError
+from sparcel.errors import CommunicationError, InputError, public_url
 from sparcel.outer.bucket import BucketRendezvous, BucketStore
 from sparcel.outer.islands import Connect
 
@@ -61,7 +61,7 @@ def _over_links(place: str, patience: float) -> tuple[Store, Connect]:
     except ValueError:
         host = None
     if not host:
-        raise InputError(f'{place!r} is no place to meet; give "tcp://HOST:PORT"')
+        raise InputError(f'{public_url(place)!r} is no place to meet; give "tcp://HOST:PORT"')
 
     def client() -> Store:
         try:
@@ -70,8 +70,8 @@ def _over_links(place: str, patience: float) -> tuple[Store, Connect]:
             )
         except RuntimeError as error:
             raise CommunicationError(
-                f"nobody serves islands at {place} ({error}); run `sparcel meet --port {port}`"
-                " there, and leave it running"
+                f"nobody serves islands at {public_url(place)} ({error}); run `sparcel meet --port"
+                f" {port}` there, and leave it running"
             ) from error
         return PrefixStore(f"sparcel{found.path}", store)
 

@@ -18,6 +18,15 @@ from sparcel.rows.pieces import FilePiece, is_compressed
 BLOCK_BYTES = 2 << 20
 """How much is read at a time: so much that a call costs little, and that it stays in the cache."""
 
+MOST_LINE = 64 << 20
+"""Bytes: whoever has a longer line has forgotten to end it, or means harm."""
+
+_PACKED_BYTES = 512
+"""How much is decompressed at a time: four bytes of zstd can become 128 KiB."""
+
+_MOST_RATIO = 1 << 10
+"""How long a text may become for each packed byte; gzip does no more, and texts do less."""
+
 
 def _zstd() -> Any:
     with optional("reading .zst files", "linear"):
@@ -70,6 +79,10 @@ def blocks(piece: FilePiece) -> Iterator[Block]:
         cut = chunk.rfind(b"\n") + 1
         if cut == 0:
             started.append(chunk)
+            if sum(map(len, started)) > MOST_LINE:
+                raise _block(piece.path, begin, b"").error(
+                    0, f"the line has more than {MOST_LINE} bytes; divide it"
+                )
             continue
         lines = b"".join([*started, memoryview(chunk)[:cut]])
         yield _block(piece.path, begin, lines)
@@ -121,9 +134,8 @@ def _decompressed(file: BinaryIO, decoder: Callable[[], Any]) -> Iterator[bytes]
     The readers of `bz2` and `lzma` end without a word where a later stream does not begin as it
     should, and that of zstandard where the file was cut off.
     """
-    stream, begin, read, held, length = decoder(), 0, 0, [], 0
-    # Little at a time, because it may become thousands of times as long.
-    while packed := file.read(max(1, BLOCK_BYTES // 256)):
+    stream, begin, read, held, length, total = decoder(), 0, 0, [], 0, 0
+    while packed := file.read(_PACKED_BYTES):
         read += len(packed)
         while packed:
             if stream is None:
@@ -131,22 +143,38 @@ def _decompressed(file: BinaryIO, decoder: Callable[[], Any]) -> Iterator[bytes]
                 if not packed:
                     break
                 stream, begin = decoder(), read - len(packed)
-            try:
-                held.append(stream.decompress(packed))
-            except Exception as error:  # each library has its own
-                why = str(error) or repr(error)
-                raise OSError(f"{why}, in the stream that begins at byte {begin}") from error
-            length += len(held[-1])
+            for part in _unpacked(stream, packed, begin):
+                held.append(part)
+                length, total = length + len(part), total + len(part)
+                if total > MOST_LINE + _MOST_RATIO * read:
+                    raise OSError(
+                        f"it becomes more than {_MOST_RATIO} times as long, which text does not;"
+                        " decompress it by hand if it is what you want"
+                    )
+                if length >= BLOCK_BYTES:
+                    yield b"".join(held)
+                    held, length = [], 0
             packed = stream.unused_data
             stream = None if stream.eof else stream
-        if length >= BLOCK_BYTES:
-            yield b"".join(held)
-            held, length = [], 0
     if not read:
         raise EOFError("it is empty, and compressed files are not")
     if stream is not None:
         raise EOFError(f"it ends within the stream that begins at byte {begin}")
     yield b"".join(held)
+
+
+def _unpacked(stream: Any, packed: bytes, begin: int) -> Iterator[bytes]:
+    """Decompress some bytes of the stream that begins there, about a block at a time."""
+    bounds = [BLOCK_BYTES] if hasattr(stream, "needs_input") else []  # as bz2, where 40 are enough
+    is_left = True
+    while is_left:
+        try:
+            part = stream.decompress(packed, *bounds)
+        except Exception as error:  # each library has its own
+            why = str(error) or repr(error)
+            raise OSError(f"{why}, in the stream that begins at byte {begin}") from error
+        yield part
+        packed, is_left = b"", bool(bounds) and not (stream.eof or stream.needs_input)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from sparcel.errors import FormatError, InputError, optional
+from sparcel.errors import FormatError, InputError, optional, public_url, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,7 +106,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     for one in paths:
         held, stated = _read(one)
         if twice := sorted(tensors.keys() & held.keys()):
-            raise InputError(f"{twice[0]} is in several files of {path}; name the file instead")
+            raise InputError(
+                f"{shown(twice[0])} is in several files of {path}; name the file instead"
+            )
         tensors |= held
     return Checkpoint(paths, tensors, stated if len(paths) == 1 else None)
 
@@ -136,7 +138,7 @@ def _opened(path: Path) -> Any:  # whose methods have no annotations
     try:
         return safe_open(path, "pt")
     except SafetensorError as error:
-        raise FormatError(f"{path} is torn, or no safetensors file: {error}") from error
+        raise FormatError(f"{path} is torn, or no safetensors file: {shown(error)}") from error
 
 
 def _kind(opened: Any) -> str | None:
@@ -156,7 +158,7 @@ def _paths(folder: Path) -> tuple[Path, ...]:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
         return tuple(folder / name for name in sorted(names))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"{index} is no index of a checkpoint: {error!r}") from error
+        raise FormatError(f"{index} is no index of a checkpoint: {shown(repr(error))}") from error
 
 
 def open_store(place: str) -> Store:
@@ -196,9 +198,9 @@ def index_of(place: str, store: Store) -> Index:
     try:
         index = read_index(store)
     except OSError as error:
-        raise OSError(f"can't read {place}: {error.strerror or error}") from error
+        raise OSError(f"can't read {public_url(place)}: {error.strerror or error}") from error
     if not index.entries:
-        raise InputError(f"nothing was published to {place} yet: it has no index.json")
+        raise InputError(f"nothing was published to {public_url(place)} yet: it has no index.json")
     return index
 
 

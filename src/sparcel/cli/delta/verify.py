@@ -17,7 +17,7 @@ from sparcel.cli.delta.places import (
     open_store,
 )
 from sparcel.cli.delta.shown import console, size
-from sparcel.errors import FormatError, InputError, SparcelError, VersionError
+from sparcel.errors import FormatError, InputError, SparcelError, VersionError, public_url
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,14 +46,15 @@ def verify(
     shown = console()
     wrong = False
     for place in places:
-        with shown.status(f"reading {place}"):
+        told = public_url(place)
+        with shown.status(f"reading {told}"):
             try:
                 what, faults = _file(Path(place)) if Path(place).is_file() else _store(place)
             except (SparcelError, OSError) as error:
                 what, faults = "not read", [str(error)]
         for fault in faults:
-            shown.print(f"{place}: {fault}")
-        shown.print(f"{place}: {what}; {_count(faults)}")
+            shown.print(f"{told}: {fault}")
+        shown.print(f"{told}: {what}; {_count(faults)}")
         wrong = wrong or bool(faults)
     if wrong:
         raise typer.Exit(1)

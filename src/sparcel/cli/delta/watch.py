@@ -13,7 +13,7 @@ from sparcel import units
 from sparcel.cli.delta.places import StorePlace, lacks_folder, open_store, writing
 from sparcel.cli.delta.shown import console, share, size
 from sparcel.cli.options import check_output
-from sparcel.errors import FormatError, InputError, VersionError
+from sparcel.errors import FormatError, InputError, VersionError, public_url
 
 if TYPE_CHECKING:
     from sparcel.delta import Entry, Index, Version
@@ -93,7 +93,7 @@ class _Watching:
             if lacks_folder(self._place):
                 self._say(f"there is no folder {self._place} yet; waiting for it")
             else:
-                self._say(f"{self._place} has no versions yet; waiting for the first")
+                self._say(f"{public_url(self._place)} has no versions yet; waiting for the first")
             return
         if self._file is not None:
             self._keep(self._file)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from sparcel.delta.stores.folder import Folder as Folder
-from sparcel.errors import InputError
+from sparcel.errors import FormatError, InputError
 
 
 @runtime_checkable
@@ -41,6 +41,27 @@ class ExclusiveStore(Store, Protocol):
 
         Of several writers at the same time one writes. Raises InputError where that cannot be had.
         """
+
+
+@runtime_checkable
+class DoubtedStore(Store, Protocol):
+    """A store that may be far, and in other hands: it ends what has no end, and tells typos."""
+
+    def read_at_most(self, name: str, most: int) -> memoryview:
+        """Do as `read`, and raise FormatError as soon as a file is longer than ``most`` bytes."""
+
+    def check_found(self) -> None:
+        """Raise InputError if nothing can ever appear here, as in a bucket that does not exist."""
+
+
+def read_at_most(store: Store, name: str, most: int) -> memoryview:
+    """Return a file's bytes, or raise FormatError if these are more than ``most``."""
+    if isinstance(store, DoubtedStore):
+        return store.read_at_most(name, most)
+    data = store.read(name)
+    if len(data) > most:
+        raise FormatError(f"{name} is longer than the {most} bytes that it may have")
+    return data
 
 
 def store_at(place: Store | str | os.PathLike[str]) -> Store:

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sparcel._files import replacing
-from sparcel.errors import InputError
+from sparcel.errors import FormatError, InputError
 
 _LOCK = ".lock"
 """A file that publishers lock; it holds nothing."""
@@ -43,6 +43,21 @@ class Folder:
     def read(self, name: str) -> memoryview:
         """Return a file's bytes."""
         return read_whole(self.path / name)
+
+    def read_at_most(self, name: str, most: int) -> memoryview:
+        """Return a file's bytes, or raise FormatError if these are more than ``most``."""
+        found = (self.path / name).stat().st_size
+        if found > most:
+            raise FormatError(f"{name} has {found} bytes, of which there may be {most}")
+        return self.read(name)
+
+    def check_found(self) -> None:
+        """Raise InputError if the folder around this one is not there; publishers would make it."""
+        if not self.path.absolute().parent.exists():
+            raise InputError(
+                f"{self.path} is in no folder that exists; is it written as it should be, and"
+                " mounted here?"
+            )
 
     def mapped(self, name: str) -> memoryview:
         """Return a file's bytes where they are; the file must not change meanwhile."""

@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
 
 from sparcel.delta.stores.folder import read_whole
-from sparcel.errors import InputError, MissingDependencyError, SparcelError, optional
+from sparcel.errors import (
+    FormatError,
+    InputError,
+    MissingDependencyError,
+    SparcelError,
+    optional,
+    public_url,
+    shown,
+)
 
 _SECONDS = 60.0
 """How long a web server may be silent."""
 
+_SLOWEST = 1000
+"""Bytes a second: what comes more slowly, after a while, is taken for an answer without an end."""
+
 _IN_MEMORY = threading.Lock()
 """Orders whoever reads and writes ``memory://``, where a file has one position for all."""
+
+_WEB = ("http://", "https://")
+
+_URL = re.compile(r"\w[\w+.-]*://[^\s'\"<>)]+")
+
+_BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "tos", "obs", "cos"}
+"""Protocols whose paths begin with the name of a bucket, which no writer makes."""
+
+_HARMLESS = 3
+"""So short parts of a query tell nothing, and would be found in every error."""
+
+_KINDS = (FileNotFoundError, FileExistsError, PermissionError, TimeoutError, ConnectionError)
+"""Errors whose kind tells a caller something."""
 
 
 class Remote:
@@ -24,34 +52,86 @@ class Remote:
     A file appears when it is closed, as the objects of object stores do; on a file system where it
     does not, use a `Folder`. Subscribers can read from a web server; publishers cannot write there.
     Nothing keeps two publishers apart that write the index at the same moment: see to it that there
-    is one.
+    is one. A query, as of a signed URL, goes with each request to a web server.
+
+    Neither ``str`` nor any error shows user, password or query.
     """
 
     def __init__(self, url: str) -> None:
-        with optional(f"a store at {url}", "delta"):
+        self._url = public_url(url).rstrip("/")
+        with optional(f"a store at {self._url}", "delta"):
             import fsspec
-        self._url = url.rstrip("/")
-        try:
-            self._files, self._root = fsspec.core.url_to_fs(
-                self._url, skip_instance_cache=True, **self._options()
+        place, mark, query = url.partition("#")[0].partition("?")
+        self._is_web = place.startswith(_WEB)
+        if mark and not self._is_web:
+            raise InputError(
+                f"{self._url} is given with a query, which only web servers take; give what it"
+                " says in the settings of the file system"
             )
-        except ImportError as error:
-            raise MissingDependencyError(f"a store at {url} needs a package: {error}") from error
-        except ValueError as error:
-            raise InputError(f"{url} is no store: {error}") from error
-        in_memory = self._files.protocol == "memory"
+        self._query = mark + query
+        self._secrets = _secrets(place, query)
+        with self._telling("nothing answers at"):
+            try:
+                self._files, self._root = fsspec.core.url_to_fs(
+                    place.rstrip("/"), skip_instance_cache=True, **self._options()
+                )
+            except ImportError as error:
+                raise MissingDependencyError(
+                    f"a store at {self._url} needs a package: {self._told(error)}"
+                ) from self._cause(error)
+            except ValueError as error:
+                raise InputError(f"{self._url} is no store: {self._told(error)}") from self._cause(
+                    error
+                )
+        protocols = self._files.protocol
+        self._protocols = {protocols} if isinstance(protocols, str) else {*protocols}
+        in_memory = "memory" in self._protocols
         # A transaction ends whatever any thread writes to the file system.
         self._writing = _IN_MEMORY if in_memory else threading.Lock()
         self._in_turn = _IN_MEMORY if in_memory else nullcontext()
+        self._is_found = in_memory or self._is_web  # these do not tell
         plain = fsspec.AbstractFileSystem.pipe_file  # asynchronous ones have another on the object
         self._can_create = getattr(self._files.pipe_file, "__func__", None) is not plain
 
     def read(self, name: str) -> memoryview:
         """Return a file's bytes, by way of a file in the folder for temporary ones."""
+        return self.read_at_most(name, None)
+
+    def read_at_most(self, name: str, most: int | None) -> memoryview:
+        """Return a file's bytes, and stop if there are more than ``most``, or they come too slowly.
+
+        Raises
+        ------
+        FormatError
+            If there are more.
+        """
         with tempfile.NamedTemporaryFile() as copy:
             with self._telling(f"{name} cannot be read from"), self._in_turn:
-                self._files.get_file(self._at(name), copy.name)
+                self._files.get_file(self._at(name), copy.name, callback=_watching(name, most))
             return read_whole(Path(copy.name))
+
+    def check_found(self) -> None:
+        """Raise InputError if there is no place in which the folder could appear, as no bucket.
+
+        Some places do not tell that, such as web servers; and what may not be looked at may exist.
+        """
+        bucket, above = self._root.partition("/")[0], self._root.rpartition("/")[0]
+        parent, kind = (
+            (above, "folder") if self._protocols.isdisjoint(_BUCKETS) else (bucket, "bucket")
+        )
+        if self._is_found or not parent:
+            return
+        try:
+            with self._telling("files cannot be listed of"):
+                self._files.ls(parent, detail=False)
+        except FileNotFoundError:
+            raise InputError(
+                f"there is no {kind} {shown(parent)}, so nothing can be published to {self._url};"
+                " is it written as it should be?"
+            ) from None
+        except (OSError, InputError):
+            pass
+        self._is_found = True
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> int:
         """Write a file, whole or not at all, and return its length."""
@@ -117,27 +197,81 @@ class Remote:
         """Turn errors into InputError where the place cannot do that, else into OSError."""
         try:
             yield
-        except (OSError, SparcelError):
+        except SparcelError:
             raise
         except NotImplementedError as error:
             raise InputError(
                 f"{what} {self._url}: its file system does not do that; publish to a folder that a"
                 " web server serves, or to an object store"
-            ) from error
+            ) from self._cause(error)
         except Exception as error:  # of aiohttp, for one
-            raise OSError(f"{what} {self._url}: {error!r}") from error
+            if isinstance(error, OSError) and not self._secrets:
+                raise
+            kind = next((one for one in _KINDS if isinstance(error, one)), OSError)
+            raise kind(f"{what} {self._url}: {self._told(error)}") from self._cause(error)
+
+    def _told(self, error: Exception) -> str:
+        """Return what another library's error says, without what is secret in the URL."""
+        ours = isinstance(error, ImportError | ValueError)  # fsspec's, which say it all
+        text = str(error) if ours else f"{type(error).__name__}: {error}"
+        for secret in self._secrets:
+            text = text.replace(secret, "…")
+        # A server may have led to another one, by a URL that is secret, too.
+        return shown(_URL.sub(lambda url: public_url(url[0]), text))
+
+    def _cause(self, error: Exception) -> Exception | None:
+        """Return the error, unless its traceback could show what is secret."""
+        return None if self._secrets or self._is_web else error
 
     def _options(self) -> dict[str, object]:
-        """Return options for fsspec: a large file may take longer than aiohttp's five minutes."""
-        if not self._url.startswith(("http://", "https://")):
+        """Return options for fsspec: a large file may take longer than aiohttp's five minutes.
+
+        Files come as they are, because few bytes that are packed can become very many.
+        """
+        if not self._is_web:
             return {}
         import aiohttp
 
-        waits = aiohttp.ClientTimeout(total=None, sock_connect=_SECONDS, sock_read=_SECONDS)
-        return {"client_kwargs": {"timeout": waits}}
+        client = {
+            "timeout": aiohttp.ClientTimeout(total=None, sock_connect=_SECONDS, sock_read=_SECONDS),
+            "headers": {"Accept-Encoding": "identity"},
+            "auto_decompress": False,
+        }
+        # A signature may be one of the bytes that it is written with.
+        return {"client_kwargs": client, "encoded": bool(self._query)}
 
     def _at(self, name: str) -> str:
-        return f"{self._root.rstrip('/')}/{name}"
+        return f"{self._root.rstrip('/')}/{name}{self._query}"
 
     def __str__(self) -> str:
         return self._url
+
+
+def _secrets(place: str, query: str) -> list[str]:
+    """Return what must not be told of a URL, the longest first, also as libraries decode it."""
+    login = place.partition("://")[2].removesuffix(public_url(place).partition("://")[2])
+    password = login.rstrip("@").partition(":")[2]
+    found = [login, login.rstrip("@"), password, query, *re.split("[&=]", query)]
+    several = {*found, *map(unquote, found)}
+    return sorted((one for one in several if len(one) > _HARMLESS), key=len, reverse=True)
+
+
+def _watching(name: str, most: int | None) -> Any:
+    """Return what fsspec tells of the bytes that come, which ends a read that has no end."""
+    from fsspec.callbacks import Callback
+
+    begin = time.monotonic()
+
+    class Watch(Callback):  # type: ignore[misc]
+        read = 0
+
+        def relative_update(self, inc: int = 1) -> None:
+            self.read += inc
+            if most is not None and self.read > most:
+                raise FormatError(f"{name} is longer than the {most} bytes that it may have")
+            if time.monotonic() - begin > _SECONDS + self.read / _SLOWEST:
+                raise TimeoutError(
+                    f"{self.read} bytes of {name} came in {time.monotonic() - begin:.0f} s"
+                )
+
+    return Watch()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from sparcel.errors import CommunicationError
+from sparcel.errors import CommunicationError, public_url, shown
 
 if TYPE_CHECKING:
     from sparcel.delta import Version
@@ -37,6 +37,10 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             "sparcel", "sparcel.integrations.vllm.engine", "Engine"
         )
+
+
+_MOST_TOLD = 1 << 16
+"""How many bytes are read of what a server says of an error."""
 
 
 class Server:
@@ -89,20 +93,22 @@ class Server:
         data = b"" if body is None else json.dumps(body).encode()
         headers = {} if body is None else {"Content-Type": "application/json"}
         request = Request(f"{self._url}/{route}", data, headers, method="POST")
+        shown_url = f"{public_url(self._url)}/{route}"
         try:
             with urlopen(request, timeout=self._timeout):
                 pass
         except HTTPError as error:
-            raise CommunicationError(f"{request.full_url}: {error.code} {_told(error)}") from error
+            told = shown(_told(error))
+            raise CommunicationError(f"{shown_url}: {error.code} {told}") from error
         except (OSError, HTTPException) as error:
-            raise CommunicationError(f"{request.full_url}: {error!r}") from error
+            raise CommunicationError(f"{shown_url}: {shown(repr(error))}") from error
 
 
 def _told(error: HTTPError) -> str:
     """Return what a server says of an error, as far as it arrives."""
     try:
         with error:
-            return error.read().decode(errors="replace")
+            return error.read(_MOST_TOLD).decode(errors="replace")
     except IncompleteRead as cut:
         return cut.partial.decode(errors="replace")
     except (OSError, HTTPException) as lost:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sparcel.delta import Change, Subscriber, Update, Version, store_at
+from sparcel.delta import Change, Store, Subscriber, Update, Version, store_at
 from sparcel.errors import InputError, VersionError
 from sparcel.integrations._framework import needs
 
@@ -75,15 +75,15 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
         self._mirror: Subscriber | None = None
-        self._store = ""
+        self._store: Store | None = None
         self._loaded: Version | None = None
         """What the model is, if it is a version."""
         self._patchable = _keeps_checkpoints(vllm_config, model)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Begin with an empty mirror."""
-        self._store = init_info.store
-        self._mirror, self._loaded = Subscriber(store_at(self._store)), None
+        self._store = store_at(init_info.store)
+        self._mirror, self._loaded = Subscriber(self._store), None
 
     def start_weight_update(self) -> None:
         """Do nothing: each update is whole by itself."""
