@@ -103,7 +103,7 @@ def public_url(place: object) -> str:
     rest = re.split("[?#]", rest, maxsplit=1)[0]
     authority = rest.partition("/")[0]
     # Keys of object stores hold slashes.
-    broken = ":" in authority and not re.fullmatch(r".*:\d*", authority)
+    broken = not re.fullmatch(r"(\[.*\]|[^:]*)(:\d+)?", authority)
     host = authority.rpartition("@")[2] + rest[len(authority) :]
     return f"{scheme}://{rest.rpartition('@')[2] if broken and '@' not in authority else host}"
 

@@ -27,6 +27,7 @@ from sparcel.delta import (
     Folder,
     Publisher,
     Subscriber,
+    Update,
     Version,
     assign_,
     decode,
@@ -928,6 +929,115 @@ def test_updates_tell_what_has_changed(
     assert update.changed == total
     assign_(mirror, told)
     assert same(mirror, new)
+
+
+class Flaky(Folder):
+    """A folder that cannot be read for a while, after so many files."""
+
+    left = 1 << 30
+
+    def read(self, name: str) -> memoryview:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError("it is away")
+        return super().read(name)
+
+
+turns = st.sampled_from(["publish", "publish", "appear", "vanish", "tie"])
+looks = st.sampled_from(["update", "steps", "fail", "rollback", "goto", "reload"])
+
+
+@given(st.lists(turns | looks, max_size=20), st.integers(1, 6), st.integers(0, 9))
+def test_an_update_tells_of_all_versions_since_the_last(
+    folders: Folders, actions: list[str], anchor_every: int, left: int
+) -> None:
+    """A mirror that is only told of updates is always what the subscriber was when it told.
+
+    Over any number of versions and whole models, also after errors on the way and steps back; the
+    bytes are those of all files that were read.
+    """
+    store = Flaky(folders())
+    publisher = Publisher(store, anchor_every=anchor_every, lag=3)
+    subscriber, model = Subscriber(store), first_model()
+    mirror: Model = {}
+    known: Version | None = None
+
+    def follow(update: Update | None) -> None:
+        nonlocal known
+        if update is None:
+            return
+        if update.base is None:
+            mirror.clear()
+        assert update.base in (None, known)
+        for change in update.changes():
+            if change.values is None:
+                del mirror[change.name]
+                continue
+            if change.new:
+                mirror[change.name] = torch.zeros(change.shape, dtype=change.dtype)
+            bits = bits_of(mirror[change.name]).view(-1)
+            bits[change.indices] = bits_of(change.values)
+        known = update.version
+        assert same(mirror, subscriber.tensors)
+        assert known == subscriber.version
+        subscriber.verify()
+
+    publisher.publish(model)
+    for number, action in enumerate(actions, 1):
+        match action:
+            case "publish":
+                model = trained(model, number)
+            case "appear":
+                model = trained(model, number) | {"late": torch.full((3, number % 3), 1.0)}
+            case "vanish":
+                model.pop("late", None)
+            case "tie":
+                model["late"] = model["layer.bias"]
+            case "update":
+                follow(subscriber.update())
+            case "steps":
+                for update in subscriber.updates():
+                    follow(update)
+            case "fail":
+                store.left = left % 5
+                with suppress(OSError):
+                    follow(subscriber.update())
+                store.left = 1 << 30
+            case "rollback":
+                with suppress(VersionError):
+                    subscriber.rollback()
+            case "goto":
+                newest = read_index(store).newest
+                assert newest is not None
+                with suppress(VersionError):
+                    follow(subscriber.update(max(newest.number - left, 0)))
+            case "reload":
+                follow(subscriber.reload())
+        if action in ("publish", "appear", "vanish", "tie"):
+            publisher.publish(model)
+    follow(subscriber.update())
+    assert known == read_index(store).newest
+    assert same(mirror, model)
+
+
+def test_an_update_adds_up_bytes_and_is_told_in_time(tmp_path: Path) -> None:
+    publisher, models = Publisher(tmp_path), history(6)
+    publisher.publish(models[0])
+    subscriber = Subscriber(tmp_path)
+    first = subscriber.update()
+    publish(publisher, models[1:5])
+    update = subscriber.update()
+    assert first is not None and update is not None
+    _, *deltas = read_index(tmp_path).entries
+    assert update.base == first.version and update.version.number == 4
+    assert update.bytes == sum(entry.bytes for entry in deltas)
+    assert update.changed == sum(entry.changed for entry in deltas)
+    with pytest.raises(VersionError, match=r"has left version 0 .*take the changes"):
+        first.changes()
+    list(update.changes())
+    subscriber.rollback()
+    with pytest.raises(VersionError, match="has left version 4 "):
+        update.changes()
 
 
 def test_changes_of_tensors_that_appear_and_vanish(tmp_path: Path) -> None:

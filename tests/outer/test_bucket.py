@@ -232,6 +232,16 @@ def test_keys_are_any_texts(texts: list[str]) -> None:
     assert kept.place.names() == []
 
 
+@pytest.mark.parametrize("text", [b"", b"abc", b"\xff\xfe", b"5 x", b"9" * 5000 + b" x"])
+def test_a_torn_counter_is_told(tmp_path: Path, text: bytes) -> None:
+    store = BucketStore(tmp_path)
+    store.add("n", 2)
+    (tmp_path / "meet-n!2").write_bytes(text)
+    with pytest.raises(DistStoreError, match=r"meet-n!2 in .* is torn, or not written") as told:
+        store.add("n", 1)
+    assert len(str(told.value)) < 500
+
+
 def test_long_keys(tmp_path: Path) -> None:
     """A file system has 255 bytes for a name."""
     store = BucketStore(tmp_path)

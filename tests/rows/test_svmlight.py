@@ -5,7 +5,7 @@ import gzip
 import io
 import lzma
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from fractions import Fraction
 from pathlib import Path
 from unittest import mock
@@ -25,6 +25,7 @@ from sparcel.rows import (
     files,
     read_svmlight,
 )
+from sparcel.rows.pieces import FilePiece
 from tests.rows.made import NUMBERS, TEXTS, folder, made, same, texts_of
 
 PACKED = {
@@ -250,6 +251,26 @@ def test_a_broken_file_is_never_taken_for_a_short_one(suffix: str, tmp_path: Pat
         said = "|".join(f"begins at byte {place}$" for place in at) if broken else "it is empty"
         with pytest.raises(InputError, match=rf"rows{suffix} can't be read: .*({said})"):
             read_svmlight(path)
+
+
+@pytest.mark.parametrize("suffix", list(PACKED))
+@pytest.mark.parametrize("byte", [b"\n", b"1"])
+def test_a_text_that_is_not_meant_to_be_read_is_refused(
+    suffix: str, byte: bytes, tmp_path: Path
+) -> None:
+    """A line without an end, and few bytes that become very many, a little at a time."""
+    path = written(tmp_path / f"rows{suffix}", b"1 1:1\n" + byte * (8 << 20))
+    lengths = [0]
+    refused = nullcontext() if (suffix, byte) == ("", b"\n") else pytest.raises(InputError)
+    with (
+        blocks_of(1 << 16),
+        mock.patch.object(files, "MOST_LINE", 1 << 18),
+        mock.patch.object(files, "_MOST_RATIO", 1 << 9),
+        refused,
+    ):
+        for block in files.blocks(FilePiece(path, 0, path.stat().st_size)):
+            lengths.append(len(block.lines))
+    assert max(lengths) < 1 << 20
 
 
 def test_a_file_that_becomes_shorter_while_it_is_read_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,8 +29,11 @@ from sparcel.delta.encoding import version_of
 from sparcel.delta.files import File
 from sparcel.delta.index import Entry, Index, read_index
 from sparcel.delta.parts import tensors_of, unwrapped
-from sparcel.delta.stores import Store, store_at
+from sparcel.delta.stores import Store, read_at_most, store_at
 from sparcel.errors import FormatError, InputError, VersionError, shown
+
+_SPARE = 1 << 20
+"""Bytes of a file beside what follows from the weights."""
 
 _TRIES = 3
 """How often a missing file is looked up anew in the index, before it is avoided."""
@@ -288,7 +292,11 @@ class Subscriber:
 
     def _read(self, entry: Entry) -> Ready:
         """Read and check a delta or a whole model."""
-        files = [File(self._store.read(name), name) for name in entry.names]
+        files, left = [], min(entry.bytes, self._most_bytes())
+        for name in entry.names:
+            data = read_at_most(self._store, name, left)
+            files.append(File(data, name))
+            left -= len(data)
         for file, name in zip(files, entry.names, strict=True):
             base = entry.base and file.version("base")
             if (base, file.version()) != (entry.base, entry.version):
@@ -316,6 +324,16 @@ class Subscriber:
                 entry.version, prepared.tensors, self._target, self._given, self._is_strict
             )
         return Ready(entry, self, self.version, prepared)
+
+    def _most_bytes(self) -> int:
+        """Return how long the files of a step can be: not much longer than what they have to fit.
+
+        Names take up to six bytes a character, and are there more than once.
+        """
+        if not self._is_strict and not isinstance(self._target, nn.Module):
+            return sys.maxsize
+        held = self.tensors.items()
+        return _SPARE + sum(2 * one.nbytes + 20 * len(name) + 1000 for name, one in held)
 
     def _apply(self, entry: Entry, since: Version | None, step: Prepared | Whole) -> None:
         if self.version != since or not step.waits:

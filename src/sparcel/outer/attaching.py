@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal, TypeAlias, cast
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -24,6 +24,7 @@ from sparcel.outer.places import meeting_at
 from sparcel.outer.shared import Shared
 from sparcel.schemes import Scheme
 from sparcel.training import Averager, Shard
+from sparcel.training.names import model_names
 
 Place: TypeAlias = "Group | DeviceMesh | Store | str | os.PathLike[str]"
 """Where islands meet: see `attach`."""
@@ -101,6 +102,8 @@ def attach(
     )
     shard: Shard | None = None
     group: object = islands
+    named, buffered = dict(model.named_parameters()), dict(model.named_buffers())
+    plain = model_names([*named, *buffered])  # an island may be wrapped otherwise than others
     if is_sharded(model):
         if isinstance(islands, str | os.PathLike | Store):
             raise InputError(
@@ -111,12 +114,12 @@ def attach(
         sharded = FSDPDriver(model, cast("Replicas", islands), None)
         parameters, shard, group = dict(sharded.tensors), sharded.shard, sharded.group
     else:
-        named = model.named_parameters()
-        parameters = {name: one.detach() for name, one in named if one.requires_grad}
+        parameters = {plain[n]: one.detach() for n, one in named.items() if one.requires_grad}
     if not parameters:
         raise InputError("the model has no parameters to train")
     island: Island | None = None
-    averaged = _floats(model.named_buffers()) if buffers == "average" else {}
+    floats = {plain[n]: one for n, one in buffered.items() if one.is_floating_point()}
+    averaged = floats if buffers == "average" else {}
     if isinstance(model, DistributedDataParallel) and model.process_group.size() > 1:
         if islands is None:
             raise InputError(
@@ -168,7 +171,3 @@ def attach(
             outer.join()
     outer.start(optimizers)
     return outer
-
-
-def _floats(buffers: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: one for name, one in buffers if one.is_floating_point()}

@@ -205,8 +205,6 @@ class Remote:
                 " web server serves, or to an object store"
             ) from self._cause(error)
         except Exception as error:  # of aiohttp, for one
-            if isinstance(error, OSError) and not self._secrets:
-                raise
             kind = next((one for one in _KINDS if isinstance(error, one)), OSError)
             raise kind(f"{what} {self._url}: {self._told(error)}") from self._cause(error)
 
@@ -270,7 +268,7 @@ def _watching(name: str, most: int | None) -> Any:
             if most is not None and self.read > most:
                 raise FormatError(f"{name} is longer than the {most} bytes that it may have")
             if time.monotonic() - begin > _SECONDS + self.read / _SLOWEST:
-                raise TimeoutError(
+                raise OSError(
                     f"{self.read} bytes of {name} came in {time.monotonic() - begin:.0f} s"
                 )
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sparcel.delta import Change, Store, Subscriber, Update, Version, store_at
-from sparcel.errors import InputError, VersionError
+from sparcel.errors import InputError, VersionError, few
 from sparcel.integrations._framework import needs
 
 with needs("vllm"):
@@ -146,9 +146,13 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
     def _load_whole(self, mirror: Subscriber) -> None:
         initialize_layerwise_reload(self.model)
         try:
-            self.model.load_weights(iter(mirror.tensors.items()))
+            loaded = self.model.load_weights(iter(mirror.tensors.items()))
         finally:  # half of a load would count in the next one
             finalize_layerwise_reload(self.model, self.model_config)
+        if loaded is not None and not loaded:
+            raise InputError(
+                f"vLLM's model has none of the tensors that were published: {few(mirror.tensors)}"
+            )
 
     @contextmanager
     def _loading(self, version: Version) -> Iterator[None]:

@@ -1,0 +1,142 @@
+"""Trainers and servers that wrap a model otherwise: names fit, or it is told that they do not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DataParallel
+from torch.nn.utils.parametrizations import weight_norm
+
+from sparcel.delta import Change, Publisher, Subscriber, assign_
+from sparcel.errors import InputError, VersionError
+from tests.delta.pairs import same
+
+Named = dict[str, Tensor]
+
+
+def net(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+
+
+def checkpointed(model: nn.Sequential) -> nn.Sequential:
+    model[0] = checkpoint_wrapper(model[0])
+    return model
+
+
+def with_a_compiled_block(model: nn.Sequential) -> nn.Module:
+    model[0] = torch.compile(model[0])
+    return DataParallel(model)
+
+
+def named(module: nn.Module) -> Named:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+WRAPPED: dict[str, Callable[[nn.Sequential], nn.Module | Named]] = {
+    "plain": lambda model: model,
+    "state dict": lambda model: model.state_dict(),
+    "compiled": torch.compile,  # type: ignore[dict-item]
+    "compiled and parallel": lambda model: DataParallel(torch.compile(model)),  # type: ignore
+    "a block compiled, and parallel": with_a_compiled_block,
+    "checkpoints": checkpointed,
+    "named, with checkpoints": lambda model: named(checkpointed(model)),
+    "named, parallel": lambda model: named(DataParallel(model)),
+}
+WAYS = st.sampled_from(list(WRAPPED))
+
+
+@given(trainer=WAYS, server=WAYS, follower=WAYS)
+def test_whatever_is_wrapped_in_what(
+    tmp_path_factory: pytest.TempPathFactory, trainer: str, server: str, follower: str
+) -> None:
+    """Weights arrive in place, by any way, and a subscriber's own have the model's names."""
+    store = tmp_path_factory.mktemp("store")
+    models = [net(seed) for seed in range(3)]
+    here, there, far = models
+    told = dict(here.state_dict())
+    published, served, mirror = (
+        WRAPPED[how](model) for how, model in zip((trainer, server, follower), models, strict=True)
+    )
+    publisher, own = Publisher(store), Subscriber(store)
+    subscriber = Subscriber(store, served)  # type: ignore[arg-type]
+    for step in range(2):
+        with torch.no_grad():
+            here[0 if trainer == "plain" else 2].weight[step] += 1
+        publisher.publish(published)
+        subscriber.update()
+        subscriber.verify()
+        update = own.update()
+        assert update is not None
+        assign_(mirror, update.changes())
+    assert own.tensors.keys() == told.keys()
+    expected = list(dict(here.state_dict()).values())
+    for model in (there, far):
+        assert all(map(torch.equal, model.state_dict().values(), expected))
+    if not isinstance(served, nn.Module):
+        assert list(subscriber.tensors.values()) and len(served) == len(told)
+
+
+@pytest.mark.parametrize("ours", ["a", "abc", "abd", "", "x"])
+def test_names_that_one_side_lacks_are_refused_unless_they_may(tmp_path: Path, ours: str) -> None:
+    """A version of a, b and c; nothing is written, and with partial the mapping is the version."""
+    version = {name: torch.ones(3) for name in "abc"}
+    publisher = Publisher(tmp_path)
+    publisher.publish(version)
+    given = {name: torch.zeros(3) for name in ours}
+    held, subscriber = dict(given), Subscriber(tmp_path, given)
+    if ours in ("abc", ""):
+        subscriber.update()
+        subscriber.verify()
+        assert same(given, version)
+        publisher.publish({"a": torch.ones(3)})
+        if ours:
+            with pytest.raises(VersionError, match="'b' is missing in the version"):
+                subscriber.update()
+            assert same(given, version)
+        return
+    lacking = sorted(set("abc") ^ set(ours))
+    with pytest.raises(VersionError, match=re.escape(f"{lacking[:3]}") + ".*partial=True"):
+        subscriber.update()
+    with pytest.raises(InputError, match="update first"):
+        subscriber.verify()
+    assert not any(tensor.any() for tensor in held.values())
+    subscriber = Subscriber(tmp_path, given, partial=True)
+    subscriber.update()
+    subscriber.verify()
+    assert same(given, version)
+    assert all(given[name] is held[name] for name in held.keys() & version.keys())
+
+
+def test_parametrisations_are_told_plainly(tmp_path: Path) -> None:
+    trainer, server = net(0), net(1)
+    weight_norm(trainer[0])
+    Publisher(tmp_path).publish(trainer)
+    for weights in (server, server.state_dict()):
+        with pytest.raises(VersionError, match=r"a parametrisation in the version computes"):
+            Subscriber(tmp_path, weights).update()
+
+
+def test_a_module_has_all_tensors(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="to use partial, pass them by name"):
+        Subscriber(tmp_path, net(0), partial=True)
+
+
+def test_changes_of_what_is_not_there_are_refused() -> None:
+    weights = {"a": torch.zeros(2)}
+    other, gone = Change.whole("b", torch.ones(2)), Change.gone("a", torch.float32, (2,))
+    with pytest.raises(InputError, match=r"\['b'\] change and are not in the weights"):
+        assign_(weights, [other])
+    with pytest.raises(InputError, match=r"\['a'\] are gone and are"):
+        assign_(weights, [gone])
+    assign_(weights, [other, gone], partial=True)
+    assign_(weights, [gone, Change.whole("a", torch.ones(2))])
+    assert same(weights, {"a": torch.ones(2)})
