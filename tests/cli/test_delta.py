@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -245,6 +246,46 @@ def test_deltas_that_several_processes_have_published_are_applied_as_one(tmp_pat
     assert bits(load_file(made)) == bits(moved(model(), 3))
     with pytest.raises(VersionError):
         sparcel("apply", old, folder / last.names[0], "--output", tmp_path / "half")
+
+
+def test_deltas_of_a_store_fit_the_checkpoint_of_a_wrapped_model(tmp_path: Path) -> None:
+    """What comes out has the version's names; deltas by the checkpoint's own names keep them."""
+    plain = model(), moved(model(), 1)
+    before, after = ({f"_orig_mod.{name}": one for name, one in m.items()} for m in plain)
+    old, made, publisher = tmp_path / "old", tmp_path / "made", Publisher(tmp_path / "store")
+    for weights in (before, after):
+        publisher.publish(weights)
+    save_file(before, old)
+    (delta,) = (tmp_path / "store").glob("delta*")
+    sparcel("apply", old, delta, "--output", made)
+    assert bits(load_file(made)) == bits(plain[1])
+    save_file(after, tmp_path / "new")
+    sparcel("diff", old, tmp_path / "new", "--output", tmp_path / "own")
+    sparcel("apply", old, tmp_path / "own", "--output", made)
+    assert bits(load_file(made)) == bits(after)
+
+
+def test_names_and_urls_are_shown_without_what_means_harm(tmp_path: Path) -> None:
+    name = "\x1b[2J\nstore: nothing is wrong"
+    old, new = {name: torch.zeros(9)}, {name: torch.ones(9)}
+    publisher = Publisher(tmp_path / "store")
+    for weights in (old, new):
+        publisher.publish(weights)
+    foreign = {name: torch.full((9,), 2.0)}
+    (path,) = (tmp_path / "store").glob("delta*")
+    file = File(path.read_bytes(), path.name)
+    chunks = list(encode(new, foreign, since=file.version("base"), target=1))
+    version = file.version("base").after(1, sum(read_chunk(chunk).sum for chunk in chunks))
+    path.write_bytes(b"".join(map(bytes, delta_file(chunks, file.version("base"), version))))
+    index = read_index(tmp_path / "store")
+    anchor, entry = index.entries
+    entry = replace(entry, version=version, bytes=path.stat().st_size)
+    write_index(Folder(tmp_path / "store"), replace(index, entries=(anchor, entry)))
+    code, output = outcome("verify", tmp_path / "store")
+    assert code == 1 and r"\x1b[2J\nstore: nothing is wrong" in output
+    assert "\x1b" not in output and output.count("\n") == 2
+    code, output = outcome("verify", "nosuch://user:SECRET@host/run?SECRET")
+    assert code == 1 and "nosuch://host/run" in output and "SECRET" not in output
 
 
 def test_what_does_not_fit_writes_nothing(three: Path) -> None:

@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -160,6 +161,18 @@ def test_a_whole_model_then_patches_each_version_bit_for_bit(
         weights["q"][number % 4, 1] = (-0.0, math.inf, 0.0, 1e-40, 1)[number]
         weights["mlp"].view(-1)[:: number + 2] *= 1.5
         weights["norm"][number] = -0.0
+
+
+def test_a_model_that_takes_nothing_is_told(
+    workers: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    Publisher(Folder(tmp_path)).publish(checkpoint())
+    for engine in workers(tmp_path):
+        with (
+            patch.object(type(engine.model), "load_weights", return_value=set()),
+            pytest.raises(VersionError, match="has none of the tensors that were published"),
+        ):
+            updated([engine], 0)
 
 
 def test_a_worker_goes_over_several_versions_to_the_newest(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from sparcel import simulate
 from sparcel.comm import Communicator
@@ -296,6 +297,28 @@ def test_another_number_of_islands_takes_over_what_is_shared_and_owed(
     for tensor in saved[0][2]:
         before = sum(island[2][tensor] for island in saved)
         torch.testing.assert_close(sum(island[1][tensor] for island in loaded), before)
+
+
+def test_islands_may_wrap_the_same_model_otherwise() -> None:
+    """One compiles it, another one is for several GPUs; states name tensors alike."""
+
+    class Compiled(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self._orig_mod = model  # as torch.compile does, whose import takes seconds
+
+    def on_rank(comm: Communicator) -> set[str]:
+        model = Model()
+        wraps: list[Callable[[Any], Any]] = [lambda one: one, Compiled, nn.DataParallel]
+        optimizer = torch.optim.SGD(trainable(model).values(), lr=0.1)
+        outer = attach(wraps[comm.rank](model), optimizer, every=2, islands=comm)
+        for step in range(4):
+            descend(model, optimizer, comm.rank, step)
+        return {name for name in outer.state_dict() if name.startswith("shared.")}
+
+    plain, *others = simulate(3, on_rank).results
+    assert "shared.layers.0.weight" in plain
+    assert all(other == plain for other in others)
 
 
 def test_optimizers_count_once_and_skipped_steps_not_at_all() -> None:
