@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from shutil import copytree
 from threading import main_thread
 from typing import Any
 from unittest.mock import patch
@@ -179,6 +180,14 @@ def first_elements(model: Model) -> int:
 # ---- damaged files
 
 
+@pytest.fixture(scope="session")
+def eight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the versions of `history`, to be copied."""
+    path = tmp_path_factory.mktemp("eight") / "store"
+    publish(Publisher(path, anchor_every=3, lag=20), history(8))
+    return path
+
+
 @given(
     st.integers(0, 99),
     st.lists(st.tuples(st.integers(0, 99), st.sampled_from(DAMAGES)), min_size=1, max_size=5),
@@ -186,19 +195,20 @@ def first_elements(model: Model) -> int:
     st.booleans(),
 )
 def test_damaged_files_are_passed_by_or_told(
-    folders: Folders, seed: int, damages: list[tuple[int, str]], behind: int, in_place: bool
+    folders: Folders,
+    eight: Path,
+    seed: int,
+    damages: list[tuple[int, str]],
+    behind: int,
+    in_place: bool,
 ) -> None:
     """Weights are those of a version, bit for bit, at the newest one unless an error says why."""
-    path, dice = folders(), random.Random(seed)
-    store = Folder(path)
-    publisher = Publisher(store, anchor_every=3, lag=20)
-    models = history(8)
+    path, dice = folders() / "store", random.Random(seed)
+    copytree(eight, path)
+    store, models = Folder(path), history(8)
     sums = sums_of(models)
     subscriber = Subscriber(store, copied(first_model(7)) if in_place else None)
-    for number, model in enumerate(models):
-        publisher.publish(model)
-        if number == behind:
-            subscriber.update()
+    subscriber.update(behind)
     files = sorted(path.glob("*.safetensors"))
     for which, how in damages:
         file = files[which % len(files)]
@@ -225,10 +235,9 @@ def test_each_damage_of_each_file(tmp_path: Path, how: str) -> None:
     """Here no other file leads there: the error is typed, and what was reached is a version."""
     models = history(4)
     sums = sums_of(models)
+    publish(Publisher(tmp_path / "whole", anchor_every=50), models)
     for which in range(4):
-        path = tmp_path / str(which)
-        publisher = Publisher(Folder(path), anchor_every=50)
-        publish(publisher, models)
+        path = copytree(tmp_path / "whole", tmp_path / str(which))
         file = sorted(path.glob("*.safetensors"))[which]  # the anchor, then the deltas
         damage(file, how, random.Random(which))
         subscriber = Subscriber(Folder(path))
