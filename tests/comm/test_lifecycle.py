@@ -190,12 +190,9 @@ def grown_after_ten(
     comm: TorchCommunicator, use_and_drop: Callable[[TorchCommunicator], None]
 ) -> dict[str, tuple[int, int]]:
     """Return the counts before and after ten rounds that grew and stay higher for 20 s."""
-    if use_and_drop is not fail_and_drop:  # errors refer to themselves by their tracebacks
-        gc.disable()
+    gc.disable()
     try:
         use_and_drop(comm)  # starts threads that stay
-        if gc.isenabled():
-            gc.collect()
         time.sleep(3.0)
         before = descriptors_and_threads()
         for _ in range(10):
@@ -208,8 +205,6 @@ def grown_after_ten(
             if not grown or time.monotonic() > deadline:
                 return grown
             time.sleep(0.1)
-            if gc.isenabled():
-                gc.collect()
     finally:
         gc.enable()
 

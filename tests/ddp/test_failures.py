@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -71,11 +72,12 @@ def attempt(
         ddp(comm.rank, step).backward()
     broken = Broken(before=residuals_of(handle, comm.rank))
     velocity = residuals_of(handle, comm.rank, "velocity")
-    ddp.module.get_parameter(place).register_hook(lambda gradient: trouble())
+    hook = ddp.module.get_parameter(place).register_hook(lambda gradient: trouble())
     try:
         ddp(comm.rank, 2).backward()
     except Exception as error:
-        broken.error = error
+        broken.error = error.with_traceback(None)  # whoever keeps that keeps the model
+    hook.remove()
     broken.after, broken.steps = residuals_of(handle, comm.rank), handle.stats().steps
     later = residuals_of(handle, comm.rank, "velocity")
     broken.velocity_stayed = all(torch.equal(velocity[name], later[name]) for name in velocity)
@@ -146,7 +148,19 @@ class Broke(TopK):
 
 
 def recover(comm: Communicator, trouble: Any, scheme: Any) -> dict[str, Any]:
-    """Fail in a step, then wrap and attach again with the old memory, and repeat the step."""
+    """Fail in a step, then wrap and attach again with the old memory, and repeat the step.
+
+    Nothing collects garbage in between, so the old wrapper has to be gone without it.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        return fail_and_repeat(comm, trouble, scheme)
+    finally:
+        gc.enable()
+
+
+def fail_and_repeat(comm: Communicator, trouble: Any, scheme: Any) -> dict[str, Any]:
     model = Linear()
     ddp = DistributedDataParallel(model, **MANY_BUCKETS)
     handle = attach_evenly(ddp, scheme)
@@ -156,8 +170,8 @@ def recover(comm: Communicator, trouble: Any, scheme: Any) -> dict[str, Any]:
     state = handle.state_dict()
     handle.close()
 
-    weights = Linear()
-    ddp = DistributedDataParallel(weights, **MANY_BUCKETS)
+    model.zero_grad()
+    ddp = DistributedDataParallel(model, **MANY_BUCKETS)
     handle = attach_evenly(ddp, "topk" if isinstance(scheme, Broke) else scheme)
     handle.load_state_dict(state)
     ddp(comm.rank, 2).backward()

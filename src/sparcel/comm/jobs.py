@@ -7,8 +7,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from copy import copy
 from functools import cached_property
 from queue import Empty, SimpleQueue
+from traceback import clear_frames
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -56,13 +58,13 @@ class Job(Generic[T]):
         future: torch.futures.Future[T] = turn.future() if turn else torch.futures.Future()
 
         def pass_on() -> None:
-            try:
-                if self._error is not None:
-                    raise self._error
-                (turn.fulfil if turn else type(future).set_result)(future, self._result)
-            except (
-                Exception
-            ) as error:  # the job's, or of the GPU; the thread that runs jobs goes on
+            error = self._raised()
+            if error is None:
+                try:
+                    (turn.fulfil if turn else type(future).set_result)(future, self._result)
+                except Exception as of_the_gpu:  # the thread that runs jobs goes on
+                    error = of_the_gpu.with_traceback(None)  # which refers to the future
+            if error is not None:
                 future.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
 
         self._followers.append(pass_on)
@@ -83,7 +85,7 @@ class Job(Generic[T]):
             except Empty:
                 continue
             self._wakes.put(None)  # others may wait, too
-        error = self._error
+        error = self._raised()
         if self.turn is not None:
             self.turn.join(None if error else self._result)
         if error is None:
@@ -91,7 +93,7 @@ class Job(Generic[T]):
         try:
             raise error
         finally:
-            del self, error  # the traceback refers to this call, and must not refer to itself
+            del self, error  # the traceback refers to this call
 
     def run(self) -> None:
         """Run the job on this thread and pass its result, or its error, to those who wait."""
@@ -106,12 +108,30 @@ class Job(Generic[T]):
         else:
             self._result = result
             self._end()
+        finally:
+            del self, job  # the traceback refers to this call
 
     def fail(self, error: Exception) -> None:
         """Make the job raise ``error``, unless it has ended."""
         if not self._ended:
+            _forget_variables(error)
             self._error = error
             self._end()
+
+    def _raised(self) -> Exception | None:
+        """Return what the job raised, an object of its own for each who asks; None if nothing.
+
+        An error refers to all calls that it leaves, and so to what their variables hold: a model,
+        and this job. If the job referred to it, neither would be freed before a garbage collection.
+        """
+        error = self._error
+        if error is not None:
+            try:
+                self._error = copy(error)
+            except Exception:  # its class cannot be made of its arguments
+                self._error = CommunicationError(f"a job raised {error!r}")
+            self._error.__traceback__ = error.__traceback__
+        return error
 
     def _end(self) -> None:
         self._ended = True
@@ -127,6 +147,15 @@ class Job(Generic[T]):
             except IndexError:  # another thread was faster
                 return
             follower()
+
+
+def _forget_variables(error: BaseException | None) -> None:
+    """Let go of the variables of all calls that an error, and what caused it, has left."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def submit_beside(

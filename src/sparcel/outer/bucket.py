@@ -381,19 +381,19 @@ class BucketEngine:
     def _collect(self, receives: Bounds, call: int) -> Arrived:
         arrived: Arrived = {}
         self._torn.clear()
-        failure: OSError | None = None
+        failures: list[OSError] = []
         for _ in _looks(self._bucket.pause, self.timeout, self._aborted):
             if self._aborted.is_set():
                 raise self._errors.lost()
             try:
                 self._look(receives, call, arrived)
-                failure = None
+                failures.clear()
             except OSError as error:  # it may pass
-                failure = error
+                failures = [error.with_traceback(None)]
             if len(arrived) == len(receives):
                 return {peer: arrived[peer] for peer in receives}
-        if failure is not None:
-            raise failure
+        if failures:
+            raise failures.pop()
         missing = next(peer for peer in receives if peer not in arrived)
         if missing in self._torn:
             raise self._lost(f"waited {self.timeout:g} s for {self._torn[missing]}", late=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Literal
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sparcel._checks import check_type
-from sparcel.comm import SimulatedCommunicator
+from sparcel.comm import Job, SimulatedCommunicator
 from sparcel.errors import CommunicationError, InputError, MismatchError
 from sparcel.outer.island import Island, forget_spoilt
 from sparcel.outer.islands import Elastic, Fixed, Islands, answering
@@ -66,7 +66,7 @@ class Outer:
         """How many inner steps have been done, by which outer steps are due."""
         self._visiting = False
         self._connected = islands.comm
-        self._under_way: Future[Outcome] | None = None
+        self._under_way: Job[Outcome] | None = None
         self._ends = 0
         """After how many inner steps the island goes on with what is under way."""
         self._finite = True
@@ -86,7 +86,7 @@ class Outer:
         They are those of the latest exchange, which is waited for if it is under way.
         """
         if self._under_way is not None:
-            self._under_way.result()
+            self._under_way.wait()
         return self._shared.by_name()
 
     @property
@@ -126,7 +126,7 @@ class Outer:
         """Wait for the exchange that is under way, and go on with its outcome."""
         assert self._under_way is not None
         under_way, self._under_way = self._under_way, None
-        outcome = under_way.result()
+        outcome = under_way.wait()
         while outcome == "again":
             self._move()
             outcome = self._attempt()
@@ -161,7 +161,7 @@ class Outer:
             ``shared.{name}`` and ``momentum.{name}``, the same on all islands; and the entries of
             `Handle.state_dict`. Among elastic islands, these are of a rank 0 of 1.
         """
-        outcome = None if self._under_way is None else self._under_way.result()
+        outcome = None if self._under_way is None else self._under_way.wait()
         if outcome in ("again", "late"):
             self._go_on()
             outcome = None
@@ -247,7 +247,8 @@ class Outer:
         self._visiting = False
         overlap = self._method.overlap
         if overlap and not isinstance(self._averager.comm, SimulatedCommunicator):
-            self._under_way = self._worker.submit(self._attempt)
+            self._under_way = Job(self._attempt)
+            self._worker.submit(self._under_way.run)
         else:  # a simulated rank has one thread
             self._under_way = _ended(self._attempt())
         self._ends = self._clock + overlap
@@ -341,10 +342,10 @@ class Outer:
         self._visiting = True
 
 
-def _ended(outcome: Outcome) -> Future[Outcome]:
+def _ended(outcome: Outcome) -> Job[Outcome]:
     """Return an attempt that has ended."""
-    ended: Future[Outcome] = Future()
-    ended.set_result(outcome)
+    ended = Job(lambda: outcome)
+    ended.run()
     return ended
 
 

@@ -105,16 +105,17 @@ class Ranks:
             On all ranks, when nodes have different numbers of ranks. The ranks can go on: only an
             error that leaves a job ends the communicator.
         """
+        refusals: list[InputError] = []
 
-        def connect() -> InputError | None:
+        def connect() -> None:
             try:
                 scheme.connect(self.comm)
             except InputError as error:
-                return error
-            return None
+                refusals.append(error)
 
-        if (refusal := self.comm.run(connect)) is not None:
-            raise refusal
+        self.comm.run(connect)
+        if refusals:
+            raise refusals.pop()  # which refers to this call, and no variable of it to the error
 
     def take_rates(self, rates: Rates | str | PathLike[str]) -> None:
         """Give the communicators these rates, and raise `MismatchError` if ranks have others."""

@@ -141,6 +141,7 @@ def _run(cluster: Cluster, function: Callable[[SimulatedCommunicator], T]) -> li
             thread.join()
     finally:
         torch.set_num_threads(threads)
+    del errors[1:]
     if errors:
-        raise errors[0]
+        raise errors.pop()  # which refers to this call, and no variable of it to the error
     return results
