@@ -12,12 +12,22 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from sparcel import simulate
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
-from sparcel.schemes import GTopK, Hierarchical, ScaleCom, Scheme, TopK
+from sparcel.schemes import (
+    Bidirectional,
+    Dense,
+    GTopK,
+    Hierarchical,
+    ScaleCom,
+    Scheme,
+    TopK,
+)
 from sparcel.training import Averager, Scope
+from sparcel.training.flush import FLUSH_STEPS
 from tests.evenly import even_averager
 from tests.strategies import same_bits
 from tests.training.tensors import (
@@ -176,21 +186,72 @@ def test_a_state_of_another_filter_owes_the_same(nodes: int | None) -> None:
     simulate(2, on_rank)
 
 
-@pytest.mark.parametrize("now", [1, 2, 5])
-def test_every_rank_loads_the_full_state(now: int) -> None:
-    saved = simulate(3, lambda comm: trained(comm, TopK(0.05)).handle.full_state_dict()).results[0]
+def mean_of(states: Sequence[Named], kind: str, name: str) -> Tensor:
+    """Return the average over ranks of what they remember of a tensor, given all their states."""
+    parts = [state[f"{kind}{rank}.{name}"].double() for rank, state in enumerate(states)]
+    return torch.stack(parts).mean(0)
 
-    def on_rank(comm: Communicator) -> Named:
-        averager = even_averager(TENSORS, TopK(0.05), group=comm)
-        averager.handle.load_state_dict(saved)
+
+PAYING: dict[str, Callable[[], Scheme]] = {
+    "topk": lambda: TopK(1.0),
+    "bidirectional": lambda: Bidirectional(1.0, format="raw"),
+    "two levels": lambda: Hierarchical(TopK(1.0), ranks_per_node=1),
+    "flushed": Dense,
+}
+"""Schemes that pay what is owed soon."""
+
+
+@given(
+    before=st.integers(1, 5),
+    after=st.integers(1, 5),
+    momentum=st.sampled_from([0.0, 0.5]),
+    paying=st.sampled_from(list(PAYING)),
+)
+def test_any_number_of_ranks_pays_what_any_other_owed(
+    before: int, after: int, momentum: float, paying: str
+) -> None:
+    """Updates are averages, so the average of the memory, and of velocities, is what stays."""
+
+    def save(comm: Communicator) -> tuple[Named, Named]:
+        handle = trained(comm, TopK(0.05, momentum=momentum)).handle
+        return handle.state_dict(), handle.full_state_dict()
+
+    states, full = zip(*simulate(before, save).results, strict=True)
+
+    def load(comm: Communicator) -> Named:
+        averager = even_averager(TENSORS, TopK(0.05, momentum=momentum), group=comm)
+        averager.handle.load_state_dict(full[0])
         assert averager.handle.stats().training_steps == 2
-        return owed_by(averager, comm.rank)
+        return averager.handle.state_dict()
 
-    loaded = simulate(now, on_rank).results
-    for name in loaded[0]:
-        before = sum(saved[f"rank{rank}.{name}"].double() for rank in range(3))
-        assert before.any()
-        assert torch.equal(sum(owed[name] for owed in loaded), before)
+    loaded = simulate(after, load).results
+    large = owed_names(full[0])
+    for name in large:
+        assert any(state[f"rank{rank}.{name}"].any() for rank, state in enumerate(states))
+        for kind in ("rank", "velocity") if momentum else ("rank",):
+            found, expected = mean_of(loaded, kind, name), mean_of(states, kind, name)
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-4)
+    if momentum:
+        return
+
+    def pay(comm: Communicator) -> Named:
+        averager = even_averager(TENSORS, PAYING[paying](), group=comm)
+        averager.handle.load_state_dict(full[0])
+        paid = {name: torch.zeros(like.numel()).double() for name, like in TENSORS.items()}
+        nothing = {name: torch.zeros_like(like) for name, like in TENSORS.items()}
+        for _ in range(FLUSH_STEPS if paying == "flushed" else 1):
+            for name, update in averager.average(nothing).items():
+                paid[name] += update.double().flatten()
+        return paid
+
+    for paid in simulate(after, pay).results:
+        for name in large:
+            expected = mean_of(states, "rank", name)
+            torch.testing.assert_close(paid[name], expected, rtol=1e-5, atol=1e-4)
+
+
+def owed_names(state: Named) -> list[str]:
+    return [key.removeprefix("rank0.") for key in state if key.startswith("rank0.")]
 
 
 def state_without(what: str, state: Named) -> Named:

@@ -54,6 +54,8 @@ class Saved:
     ----------
     faults
         What fits no tensor or is missing, in sentences.
+    ranks
+        How many saved it.
     filter
         The memory is what was owed times this: ScaleCom's β in 0.1.0, 1 since.
     flush

@@ -8,10 +8,10 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from sparcel._checks import all_finite, checked_whole
+from sparcel._checks import checked_whole
 from sparcel.comm import Communicator
+from sparcel.device import read
 from sparcel.errors import InputError, warn
-from sparcel.memory import saturate
 from sparcel.training._saved import LAYOUT, Entry, checked, key_of
 from sparcel.training.flush import FLUSH_STEPS
 from sparcel.training.layout import Position
@@ -86,8 +86,9 @@ def load(
 ) -> None:
     """Let the residuals go on from a state: sums over the inherited ranks, by name.
 
-    The state may be that of another scheme. A scheme without memory flushes what it owes. All is
-    checked first, and nothing changes if it is refused.
+    What is owed is the average of the ranks' memory, so that is what stays. The state may be that
+    of another scheme. A scheme without memory flushes what it owes. All is checked first, and
+    nothing changes if it is refused.
     """
     rank, size = ranks.comm.rank, ranks.comm.size
     saved = checked(state, tensors, size, ranks.shard)
@@ -95,10 +96,10 @@ def load(
     entries = [entry for entry in saved.entries if entry.rank in inherited]
     found = {(entry.rank, entry.name) for entry in entries if entry.kind == "memory"}
     owing = {name for _, name in found}
-    loaded = _sums([entry for entry in entries if entry.name in owing], residuals, tensors)
-    if saved.filter != 1:
-        for parts in loaded.values():
-            parts["memory"] = saturate(parts["memory"] / saved.filter)
+    share = size / saved.ranks  # updates are averages, over more or fewer ranks than before
+    factors = {"memory": share / saved.filter, "velocity": share}
+    entries = [entry for entry in entries if entry.name in owing]
+    loaded = _sums(entries, residuals, tensors, factors, size)
     if not residuals.kinds and any("velocity" in parts for parts in loaded.values()):
         faults.append(_SUMS_OF_VELOCITIES)
         loaded = {}
@@ -120,9 +121,16 @@ def load(
 
 
 def _sums(
-    entries: Sequence[Entry], residuals: Residuals, tensors: Mapping[str, Tensor]
+    entries: Sequence[Entry],
+    residuals: Residuals,
+    tensors: Mapping[str, Tensor],
+    factors: Mapping[str, float],
+    ranks: int,
 ) -> dict[str, dict[str, Tensor]]:
-    """Return by name what this rank takes over: sums in the dtype of its memory, all finite."""
+    """Return by name what this rank takes over: sums, times a factor, in the dtype of its memory.
+
+    All are finite, also when so many ranks add them up with velocities and gradients like them.
+    """
     sums: dict[str, dict[str, Tensor]] = {}
     for kind, _, name, part in entries:
         like, parts = tensors[name], sums.setdefault(name, {})
@@ -130,11 +138,17 @@ def _sums(
         parts[kind] = parts[kind].add_(part) if kind in parts else part
     for name, parts in sums.items():
         for kind, total in parts.items():
-            if not all_finite(total):
+            if factors[kind] != 1:
+                total.mul_(factors[kind])
+            norm = torch.linalg.vector_norm
+            largest = float(read(norm(total, torch.inf))) if total.numel() else 0.0
+            at_most = torch.finfo(total.dtype).max / (4 * ranks)
+            if not largest <= at_most:
                 keys = [repr(one.key) for one in entries if (one.name, one.kind) == (name, kind)]
                 raise InputError(
-                    f"the state's {' + '.join(keys)} must be finite, got NaN or Inf, which would"
-                    " stay in the memory; load a state that was saved before"
+                    f"the state's {' + '.join(keys)} must be finite, and at most {at_most:.2g} so"
+                    f" that sums over {ranks} ranks are, got {largest:.2g}, which would stay in the"
+                    " memory; load a state that was saved before"
                 )
     return sums
 

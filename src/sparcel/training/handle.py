@@ -245,9 +245,10 @@ class Handle:
         """Go on from what `state_dict` or `full_state_dict` returned, on any number of ranks.
 
         All ranks load what was saved after the same step. Rank r takes over what all old ranks r,
-        r+P, r+2P, … remember; nothing that was owed is lost. Entries of other ranks are ignored,
-        so every rank gives a full state whole. A velocity that was not saved starts at 0. The state
-        may be that of another scheme: this is then a switch, see `switch`.
+        r+P, r+2P, … remember, times P over their number, because updates are averages: what was
+        owed to the model stays owed. Entries of other ranks are ignored, so every rank gives a full
+        state whole. A velocity that was not saved starts at 0. The state may be that of another
+        scheme: this is then a switch, see `switch`.
 
         Parameters
         ----------
@@ -261,7 +262,8 @@ class Handle:
         Raises
         ------
         InputError
-            When an entry has a value that no state has. With ``strict``, also when an entry fits no
+            When an entry has a value that no state has, or one so large that a sum over the ranks
+            would overflow. With ``strict``, also when an entry fits no
             tensor, or entries are missing, or the memory is a sum of velocities, and this scheme
             would have to flush it. While tensors are queued. The memory then stays as it was.
 
