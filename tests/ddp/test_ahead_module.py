@@ -118,6 +118,7 @@ def ended(comm: Communicator, how: str) -> None:
         output, found = looked_into(one, data_of(comm.rank, 8, module))  # lives on its own
         output.sum().backward()
         assert are(one, found)
+    assert all(at_home(one.module, home) for one in copies_of(ddp))
     states = copy.deepcopy({"": module.state_dict(), "0.": module[0].state_dict()})
     assert all(same_bits(one, home[at + name]) for at in states for name, one in states[at].items())
     with torch.no_grad():

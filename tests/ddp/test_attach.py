@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import re
 import threading
 from dataclasses import replace
@@ -13,12 +15,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 import sparcel
 from sparcel.comm import Communicator, TorchCommunicator, Traffic
 from sparcel.errors import CommunicationError, InputError, MismatchError
 from sparcel.training import Stats
-from tests.ddp.models import LARGE, SHAPES, Linear, residuals_of, train
+from tests.ddp.models import (
+    LARGE,
+    MANY_BUCKETS,
+    SHAPES,
+    Linear,
+    gradient_sums,
+    observe,
+    residuals_of,
+    train,
+)
 from tests.evenly import attach_evenly
 
 pytestmark = pytest.mark.processes
@@ -192,6 +204,33 @@ def test_models_share_no_memory(run_on: Any) -> None:
         for number in range(2):
             for name in LARGE:
                 assert torch.equal(owed[number][name], alone[number][rank][name])
+
+
+def train_copies(comm: Communicator) -> int:
+    """Train copies of a model that is attached, made before, between and after its first steps."""
+    ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS)
+    handle = attach_evenly(ddp, "topk")
+    for step in range(3):
+        saved = io.BytesIO()
+        torch.save(ddp, saved)
+        saved.seek(0)
+        copies = [copy.deepcopy(ddp), AveragedModel(ddp).module]
+        for one in (*copies, torch.load(saved, weights_only=False)):
+            one.zero_grad()
+            one(comm.rank, step).backward()
+            dense = gradient_sums(2, step + 1)
+            before = gradient_sums(2, step)
+            assert observe(one).keys() == dense.keys()
+            for name, found in observe(one).items():
+                assert torch.equal(2 * found, dense[name] - before[name])
+        ddp.zero_grad()
+        ddp(comm.rank, step).backward()
+    handle.close()
+    return handle.stats().steps
+
+
+def test_a_copy_has_no_handle_and_exchanges_as_ddp_does(run_on: Any) -> None:
+    assert run_on(2, train_copies) == [3, 3]
 
 
 both = pytest.mark.parametrize("scheme", ["topk", "hitopk"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -87,6 +88,9 @@ def gradients(comm: Communicator, name: str) -> tuple[float, float, bool, bool]:
         optimizer.step()
         optimizer.zero_grad()
     memory, values = memory_of(handle), whole(model)
+    copied = copy.deepcopy(optimizer).param_groups[0]["params"]
+    for one, parameter in zip(copied, model.parameters(), strict=True):
+        assert torch.equal(one.to_local(), parameter.to_local())
     between(model, True)
     loss = loss_of(model, comm.rank, 2)
     between(model, False)

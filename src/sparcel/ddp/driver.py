@@ -58,6 +58,9 @@ class DDPDriver:
     def start(self, averager: Averager) -> None:
         """Let the averager exchange gradients from now on."""
         self._model.register_comm_hook(None, Hook(self._model, averager).queue_bucket)
+        # This list is for DDP's Python reducer alone, and would bring the hook into copies of the
+        # model, whose own reducer never calls it.
+        self._model._comm_hooks.clear()
         averaged = {id(parameter) for parameter in self.parameters.values()}
         ignored = {model_name(name) for name in self._model.parameters_to_ignore}
         late = Unaveraged(self._model.module, lambda: averaged, ignored, _WAS_LATE, _WAY_OUT)

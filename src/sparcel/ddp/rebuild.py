@@ -21,12 +21,18 @@ class RebuildGuard:
     BatchNorm has), which DDP repeats in every forward pass unless ``broadcast_buffers=False``.
     """
 
+    _handle: Handle | None = None
+    """None in a copy of the model, where nothing is guarded."""
+
     def __init__(self, model: DistributedDataParallel, handle: Handle) -> None:
         self._handle = handle
         self._hook = model.register_forward_pre_hook(self._before, prepend=True)
 
+    def __getstate__(self) -> None:
+        """Copy or pickle nothing."""
+
     def _before(self, model: DistributedDataParallel, arguments: Any) -> None:
-        if not torch.is_grad_enabled():
+        if self._handle is None or not torch.is_grad_enabled():
             return  # DDP rebuilds its buckets in a later pass
         self._hook.remove()
         # In join(), a rank may have no forward pass. A closed handle refuses the backward pass.
@@ -35,5 +41,6 @@ class RebuildGuard:
             self._hook = model.module.register_forward_pre_hook(self._after, prepend=True)
 
     def _after(self, module: nn.Module, arguments: Any) -> None:
-        self._hook.remove()
-        self._handle.meet()
+        if self._handle is not None:
+            self._hook.remove()
+            self._handle.meet()

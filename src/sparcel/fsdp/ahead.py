@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -99,9 +98,7 @@ class _Gather:
     def __init__(self, group: Group, ahead: Ahead) -> None:
         self.group, self._ahead = group, ahead
         self.extensions = [
-            (held, partial(self._before, held), _after)
-            for held in group.held
-            if held.name in ahead.names
+            (held, _Before(self, held), _after) for held in group.held if held.name in ahead.names
         ]
         self._is_moved = self._is_left = False
         """Whether the last gather got moved values, and whether they may be left by a pass."""
@@ -141,7 +138,7 @@ class _Gather:
         if self._is_left and self._is_moved != moved and self.group.is_gathered:
             self.group.reshard()
 
-    def _values(self, held: Held) -> Tensor:
+    def values(self, held: Held) -> Tensor:
         """Return what to gather of a parameter, with its padding."""
         if _in_backward():
             moves, decided_in = self._backward
@@ -160,24 +157,36 @@ class _Gather:
             self._backward = self._is_moved, self._ahead.steps
         return held.padded(moved)
 
+    @property
+    def _awaits_moved(self) -> bool:
+        """Whether a backward pass may follow that needs moved values."""
+        return self._backward == (True, self._ahead.steps)
+
+
+class _Before:
+    """What FSDP calls before it gathers a parameter.
+
+    A shard holds it. Copying or pickling it gives None, so a copy of a shard holds values alone.
+    """
+
+    def __init__(self, gather: _Gather, held: Held) -> None:
+        self._gather, self._held = gather, held
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
     @torch.no_grad()
-    def _before(
+    def __call__(
         self,
-        held: Held,
         mesh: object,
         outer_size: torch.Size,
         outer_stride: tuple[int, ...],
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[Outputs, None]:
-        """Return what FSDP is to gather of a parameter, in the dtype to compute in."""
-        values = self._values(held)
+        """Return what FSDP is to gather, in the dtype to compute in."""
+        values = self._gather.values(self._held)
         return (values.to(mp_policy.param_dtype or values.dtype),), None
-
-    @property
-    def _awaits_moved(self) -> bool:
-        """Whether a backward pass may follow that needs moved values."""
-        return self._backward == (True, self._ahead.steps)
 
 
 def _after(
