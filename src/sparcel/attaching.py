@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from sparcel._checks import check_callable, check_type, checked_flag
@@ -19,6 +21,7 @@ from sparcel.fsdp import FSDPDriver, Replicas, is_sharded
 from sparcel.rates import Rates
 from sparcel.schemes import Scheme, Settings, chosen_scheme
 from sparcel.training import Averager, Carrier, Handle, Policy, Scope, stays_dense
+from sparcel.training.checks import warn_if_alone
 from sparcel.training.driver import Driver
 from sparcel.training.momentum import check_momentum
 from sparcel.training.names import model_patterns
@@ -117,11 +120,11 @@ def attach(
     Warns
     -----
     SparcelWarning
-        Printed by rank 0 alone. For a scheme with momentum if ``optimizer`` is not given; for
-        ``density=1`` in a format that rounds nothing; for ``densities`` with a scheme that sends
-        all, which wait for `Handle.switch`; with ``ahead``, for Muon if the scheme selects, and for
-        an optimiser whose steps are not known (see `sparcel.training.Ahead`), now or at its first
-        step.
+        Printed by rank 0 alone. For a single replica, with a scheme that keeps something back; for
+        a scheme with momentum if ``optimizer`` is not given; for ``density=1`` in a format that
+        rounds nothing; for ``densities`` with a scheme that sends all, which wait for
+        `Handle.switch`; with ``ahead``, for Muon if the scheme selects, and for an optimiser whose
+        steps are not known (see `sparcel.training.Ahead`), now or at its first step.
 
     Notes
     -----
@@ -152,6 +155,12 @@ def attach(
         )
     for name in settings:
         checked_name(name, [*_OWN_SETTINGS, *Settings.__annotations__], "an argument of attach")
+    for kind, argument in _BY_NAME.items():
+        if isinstance(scheme_or_name, kind):
+            raise InputError(
+                f"the argument after the model is a scheme, got {type(scheme_or_name).__name__};"
+                f" give that by name: attach(model, {argument}=...)"
+            )
     chosen = chosen_scheme(scheme_or_name, settings)
     averager = Averager(
         driver.tensors,
@@ -172,6 +181,7 @@ def attach(
     momentum = chosen.momentum
     sparse = {name: driver.parameters[name] for name in handle.sparse}
     try:  # a warning may be made an error
+        warn_if_alone(averager.comm.size, handle.sparse)
         if momentum and sparse:
             check_momentum(optimizer, momentum, sparse)
         if ahead and handle.eligible:
@@ -195,6 +205,14 @@ def _check_parameters(optimizer: torch.optim.Optimizer, own: Mapping[str, Tensor
             " after fully_shard, which replaces parameters"
         )
 
+
+_BY_NAME: Mapping[type, str] = {
+    torch.optim.Optimizer: "optimizer",
+    torch.amp.GradScaler: "scaler",
+    DeviceMesh: "replicate",
+    ProcessGroup: "group",
+}
+"""What may stand in the scheme's place by mistake, and the argument that takes it."""
 
 _OWN_SETTINGS = tuple(
     name

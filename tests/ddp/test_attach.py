@@ -62,6 +62,8 @@ WRONG: tuple[tuple[Any, dict[str, Any], str], ...] = (
     ("dense", {"densities": {"second": 0}}, r"densities\['second'\] must lie in \(0, 1\], got 0"),
     ("auto", {"rates": 1e9}, "rates must be Rates, .* or the path of a file, got 1"),
     ("topk", {"group": "world"}, "group must be a torch.distributed process group"),
+    (torch.optim.SGD([torch.ones(1)]), {}, r"got SGD; .* attach\(model, optimizer=\.\.\.\)"),
+    (torch.amp.GradScaler("cpu"), {}, r"got GradScaler; .* attach\(model, scaler=\.\.\.\)"),
 )
 """Schemes, other arguments, and a part of the error."""
 

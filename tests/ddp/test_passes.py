@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from sparcel.comm import Communicator
+from sparcel.errors import InputError
 from sparcel.schemes import Dense, Hierarchical, OkTopK, Scheme
 from tests.ddp.models import (
     MANY_BUCKETS,
@@ -156,6 +157,23 @@ def train_uneven(comm: Communicator, wrap: dict[str, Any], scheme: str | Scheme)
     seen.residuals = residuals_of(handle, comm.rank)
     handle.close()
     return seen
+
+
+def join_by_those_left(comm: Communicator) -> None:
+    for scheme in ("topk", "dense"):
+        ddp = DistributedDataParallel(Linear())
+        handle = attach_evenly(ddp, scheme)
+        ddp(comm.rank, 0).backward()
+        with (
+            pytest.raises(InputError, match="sparcel averages over all ranks"),
+            ddp.join(divide_by_initial_world_size=False),
+        ):
+            ddp(comm.rank, 1).backward()
+        handle.close()
+
+
+def test_averages_over_the_ranks_with_data_are_refused(run_on: Any) -> None:
+    run_on(2, join_by_those_left)
 
 
 @pytest.mark.parametrize(

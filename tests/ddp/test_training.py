@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
+from sparcel.comm import Communicator
+from sparcel.errors import SparcelWarning
 from tests.ddp.models import (
     LARGE,
     MANY_BUCKETS,
     SHAPES,
+    Linear,
     Trained,
     assert_agreed,
     assert_conserved,
     gradient_sums,
     train,
 )
+from tests.evenly import attach_evenly
 
 pytestmark = pytest.mark.processes
 
@@ -163,8 +169,16 @@ def test_several_dtypes_in_one_model(run_on: Any, wrap: dict[str, Any]) -> None:
     assert_conserved(ranks, gradient_sums(4, passes=3, model=model))
 
 
-def test_one_rank_alone(run_on: Any) -> None:
-    ranks = run_on(1, partial(train, scheme="topk", wrap=MANY_BUCKETS))
+def train_alone(comm: Communicator) -> Trained:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attach_evenly(DistributedDataParallel(Linear()), "dense").close()
+    with pytest.warns(SparcelWarning, match="there is only one replica"):
+        return train(comm, "topk", wrap=MANY_BUCKETS)
+
+
+def test_one_rank_alone_is_warned(run_on: Any) -> None:
+    ranks = run_on(1, train_alone)
     assert_conserved(ranks, gradient_sums(1, passes=4))
 
 

@@ -55,14 +55,40 @@ def test_gradients_that_do_not_fit_are_named(gradients: Named, said: str) -> Non
         (torch.zeros(40), {"bia": (0, 40)}, "not made for a tensor named 'bia'"),
         (torch.zeros(90), {"bias": (0, 50)}, r"'bias' has 40 .* \[0, 50\) of a vector of 90"),
         (torch.zeros(90), {"bias": (60, 100)}, r"do not fit in \[60, 100\)"),
+        (torch.zeros(40).to_sparse(), {"bias": (0, 40)}, "must be dense, .* torch.sparse_coo"),
+        (torch.zeros(40, device="meta"), {"bias": (0, 40)}, "on cpu, got a vector on meta"),
+        *[
+            (torch.zeros(40).to(dtype), {"bias": (0, 40)}, f"must be dense, .* got {dtype}")
+            for dtype in (torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
+        ],
     ],
-    ids=["shape", "strides", "name", "length", "end"],
+    ids=str,
 )
-def test_places_that_do_not_fit_are_named(vector: Tensor, places: Any, said: str) -> None:
+def test_vectors_and_places_that_do_not_fit_are_named(
+    vector: Tensor, places: Any, said: str
+) -> None:
     def on_rank(comm: Communicator) -> None:
         averager = even_averager(TENSORS, TopK(), group=comm)
         with pytest.raises(InputError, match=said):
             averager.queue(vector, places)
+        averager.average(gradients_of(0, 0))
+
+
+def test_a_vector_that_requires_a_gradient_is_averaged_as_others_are() -> None:
+    def on_rank(comm: Communicator) -> None:
+        averager = even_averager(TENSORS, TopK(), group=comm)
+        vector = torch.full((40,), 1.0 + comm.rank, requires_grad=True)
+        averager.queue(vector, {"bias": (0, 40)})
+        averager.finish()
+        assert vector.is_leaf and torch.equal(vector, torch.full((40,), 1.5))
+
+    simulate(2, on_rank)
+
+
+def test_averagers_of_floats_of_8_bits_are_refused() -> None:
+    def on_rank(comm: Communicator) -> None:
+        with pytest.raises(InputError, match="of 16 bits or more, 'tiny' has torch"):
+            even_averager({"tiny": torch.zeros(3).to(torch.float8_e5m2)}, TopK(), group=comm)
 
     simulate(1, on_rank)
 

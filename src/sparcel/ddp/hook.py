@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from sparcel.ddp.model import check_join
 from sparcel.ddp.rebuild import RebuildGuard
 from sparcel.errors import CommunicationError
 from sparcel.memory import Range
@@ -45,6 +46,9 @@ class Hook:
                 "the handle was closed, so gradients are exchanged no more; wrap the module in a"
                 " new DistributedDataParallel to train on"
             )
+        model = self._model()
+        if model is not None and model._join_config.enable:
+            check_join(model)
         gradient = bucket.buffer()
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
         future: torch.futures.Future[Tensor] = torch.futures.Future(

@@ -100,3 +100,12 @@ def _check_options(model: DistributedDataParallel) -> None:
             f"the model has a communication hook already ({hook}) and DDP takes only one; wrap"
             " its module anew: DistributedDataParallel(model.module)"
         )
+
+
+def check_join(model: DistributedDataParallel) -> None:
+    """Refuse averages over the ranks that still have data, in `DistributedDataParallel.join`."""
+    if not model._divide_by_initial_world_size:
+        raise InputError(
+            "join(divide_by_initial_world_size=False) averages over the ranks that still have data,"
+            " and sparcel averages over all ranks, which all owe what they keep back; leave it out"
+        )

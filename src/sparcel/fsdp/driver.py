@@ -10,7 +10,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from sparcel.comm import Group
-from sparcel.errors import warn_on_rank_0
 from sparcel.fsdp.ahead import AheadShards
 from sparcel.fsdp.groups import Parameters, groups_of, recover
 from sparcel.fsdp.hook import Hook
@@ -44,11 +43,6 @@ class FSDPDriver:
         self._groups = check_groups(groups_of(root))
         replicas = checked_replicas(replicate)
         parameters = Parameters(held for group in self._groups for held in group.held)
-        if replicas.size() == 1:
-            warn_on_rank_0(
-                "there is only one replica: nothing is exchanged, but a part of the gradients is"
-                " kept back; attach only where there are several replicas"
-            )
         mesh = checked_mesh(parameters)
         columns = checked_columns(replicas, mesh)
         self.group = group_of_all(columns, replicas, mesh.device_type, group)

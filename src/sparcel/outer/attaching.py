@@ -24,6 +24,7 @@ from sparcel.outer.places import meeting_at
 from sparcel.outer.shared import Shared
 from sparcel.schemes import Scheme
 from sparcel.training import Averager, Shard
+from sparcel.training.checks import warn_if_alone
 from sparcel.training.names import model_names
 
 Place: TypeAlias = "Group | DeviceMesh | Store | str | os.PathLike[str]"
@@ -89,7 +90,7 @@ def attach(
     """
     chosen = chosen_method(method)
     every = checked_whole(every, "every", 1)
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     if not optimizers:
         raise InputError("optimizer must be one, or several, got none")
     for one in optimizers:
@@ -165,6 +166,8 @@ def attach(
             f"ranks {others} have other settings than rank {averager.comm.rank}, which has"
             f" {settings}; give all islands the same"
         )
+    if elastic is None:
+        warn_if_alone(averager.comm.size, averager.handle.sparse)
     outer = Outer(shared, averager, elastic or Fixed(averager.comm), chosen, every, poison, island)
     if elastic is not None and elastic.begun:
         with answering():

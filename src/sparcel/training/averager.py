@@ -232,12 +232,12 @@ class Averager:
         Raises
         ------
         InputError
-            For a vector that is not flat and contiguous, places that fit no tensor or overlap, or a
-            tensor that this step has already.
+            For a vector that is not flat and contiguous, of floats, and on the tensors' device;
+            places that fit no tensor or overlap; or a tensor that this step has already.
         """
-        check_vector(vector, places)
+        check_vector(vector, places, self._session.device)
         arranged = self._session.treatment.arranged(places, vector.numel())
-        return self._open(places).queue(Queued(vector, arranged))
+        return self._open(places).queue(Queued(vector.detach(), arranged))
 
     def queue_rows(self, name: str, gradient: Tensor) -> None:
         """Queue the exchange of a sparse gradient (COO, one sparse dimension), as `queue` does."""

@@ -8,9 +8,9 @@ from os import PathLike
 import torch
 from torch import Tensor
 
-from sparcel._checks import check_callable, check_type
+from sparcel._checks import FLOAT_DTYPES, check_callable, check_type
 from sparcel.comm import Communicator
-from sparcel.errors import InputError
+from sparcel.errors import InputError, warn_on_rank_0
 from sparcel.memory import Range
 from sparcel.rates import Rates
 from sparcel.schemes import Scheme
@@ -42,6 +42,15 @@ def check_arguments(
         raise InputError(f'rates must be Rates, "measure" or the path of a file, got {rates!r}')
 
 
+def warn_if_alone(ranks: int, sparse: Collection[str]) -> None:
+    """Warn if only one rank averages the tensors, some of which are made sparse."""
+    if ranks == 1 and sparse:
+        warn_on_rank_0(
+            "there is only one replica: nothing is exchanged, but a part of the gradients is kept"
+            " back; attach only where there are several replicas"
+        )
+
+
 def device_of(tensors: Mapping[str, Tensor]) -> torch.device:
     """Return the device of the first tensor, before `check_device` looks at all of them."""
     return next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
@@ -53,13 +62,14 @@ def check_device(tensors: Mapping[str, Tensor], comm: Communicator) -> torch.dev
     Raises
     ------
     InputError
-        When there are no tensors, or they hold no floats, or they are on several devices or another
-        type of device.
+        When there are no tensors, or they hold no floats, or floats of 8 bits, or they are on
+        several devices or another type of device.
     """
     for name, tensor in tensors.items():
-        if not tensor.is_floating_point():
+        if tensor.dtype not in FLOAT_DTYPES:
             raise InputError(
-                f"tensors must hold floats to be averaged, {name!r} has {tensor.dtype}"
+                f"tensors must hold floats to be averaged, of 16 bits or more, {name!r} has"
+                f" {tensor.dtype}"
             )
     devices = {tensor.device for tensor in tensors.values()}
     if len(devices) != 1:
@@ -84,10 +94,22 @@ def check_switch(before: Scheme, after: Scheme) -> None:
         )
 
 
-def check_vector(vector: Tensor, places: Mapping[str, Range]) -> None:
-    """Raise `InputError` unless a vector is flat and contiguous, and places are a mapping."""
+def check_vector(vector: Tensor, places: Mapping[str, Range], device: torch.device) -> None:
+    """Raise `InputError` unless a vector holds floats there, end to end, and places are a mapping.
+
+    An error that a job raised would end the communicator.
+    """
     check_type(vector, Tensor, "vector")
     check_type(places, Mapping, "places")
+    if vector.dtype not in FLOAT_DTYPES or vector.layout != torch.strided:
+        raise InputError(
+            f"a vector of tensors must be dense, of one of {FLOAT_DTYPES}, got {vector.dtype},"
+            f" {vector.layout}"
+        )
+    if vector.device != device:
+        raise InputError(
+            f"the averager was made for tensors on {device}, got a vector on {vector.device}"
+        )
     if vector.ndim != 1 or not vector.is_contiguous():
         raise InputError(
             f"a vector of tensors must be one-dimensional and contiguous, got shape"
