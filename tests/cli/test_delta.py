@@ -340,7 +340,7 @@ def test_outputs_that_take_the_place_of_an_input_are_refused(three: Path) -> Non
         (["diff", "a", "wrong"], "is no index"),
         (["log", "bare"], "nothing was published"),
         (["log", "nowhere"], "there is no folder nowhere"),
-        (["log", "locked"], "can't read locked: "),
+        (["log", "locked"], "is a folder, where a file should be"),
         (["log", "a"], "a is a file; a store is a folder or a URL"),
         (["watch", "a"], "a is a file; a store is a folder or a URL"),
         (["watch", "bare", "--every", "0s"], "more than 0s"),

@@ -343,6 +343,32 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
         assert all_right(worker)
 
 
+@pytest.mark.filterwarnings("ignore:.*keeps no samples in memory")
+@pytest.mark.parametrize("name", [NAME, f"{NAME}-wal", f"{NAME}-shm", "sparcel-samples.lock"])
+def test_nothing_leads_out_of_a_folder(tmp_path, name):
+    """The lock and the database are looked at when they are made, and when a worker opens them."""
+    folder, victim = tmp_path / "folder", tmp_path / "victim"
+    filled(folder)
+    worker, copy = pickle.dumps(opened(folder)), (folder / NAME).read_bytes()
+    for plant in (lambda path: path.symlink_to(victim), os.mkfifo):
+        victim.write_bytes(copy)
+        (folder / name).unlink(missing_ok=True)
+        plant(folder / name)
+        with pytest.warns(SparcelWarning, match=f"not kept on disk: .*{name} is a (link|pipe)"):
+            assert filled(folder).stats().from_source == 40
+        with pytest.warns(SparcelWarning, match=f"{name} is a (link|pipe).*; samples are read"):
+            assert all_right(pickle.loads(worker))
+        assert victim.read_bytes() == copy
+
+
+def test_a_database_that_is_made_anew_keeps_its_mode(tmp_path):
+    filled(tmp_path)
+    (tmp_path / NAME).chmod(0o600)
+    with pytest.warns(SparcelWarning, match="it is made anew"):
+        filled(tmp_path, salt=1)
+    assert (tmp_path / NAME).stat().st_mode & 0o777 == 0o600
+
+
 def test_a_record_whose_class_is_gone_is_read_anew(tmp_path, monkeypatch):
     first = Cached(Given([Gone(), 1]), tmp_path, memory=0)
     assert isinstance(first[0], Gone)

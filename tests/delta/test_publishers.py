@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -140,6 +141,45 @@ def test_a_file_system_without_locks(tmp_path: Path) -> None:
     with patch("fcntl.flock", side_effect=OSError(errno.ENOLCK, "no locks")):
         Publisher(tmp_path).publish(WEIGHTS)
     assert read_index(tmp_path).newest is not None
+
+
+@pytest.mark.parametrize("name", [INDEX, ".lock", "base"])
+def test_nothing_leads_out_of_a_store(name: str, tmp_path: Path) -> None:
+    store, victim = tmp_path / "store", tmp_path / "victim"
+    (tmp_path / "there").mkdir()
+    store.symlink_to(tmp_path / "there")  # which it may be itself
+    for plant in (lambda path: path.symlink_to(victim), os.mkfifo):
+        plant(store / name)
+        with pytest.raises(FormatError, match=f"{name} is a (link|pipe)"):
+            Publisher(store, base=store / "base").publish(WEIGHTS)
+        (store / name).unlink()
+    assert not victim.exists()
+    Publisher(store, base=store / "base").publish(WEIGHTS)
+    assert Folder(store).names() == sorted([INDEX, "base", *read_index(store).names])
+
+
+def test_a_delta_that_is_a_link_is_passed_by(tmp_path: Path) -> None:
+    publisher, reader = Publisher(tmp_path, anchor_every=2), Subscriber(tmp_path)
+    for number, model in enumerate(history(3)):
+        publisher.publish(model)
+        if not number:
+            reader.update()
+    for name in read_index(tmp_path).names:
+        if name.startswith("delta"):
+            (tmp_path / name).rename(tmp_path / "moved")
+            (tmp_path / name).symlink_to(tmp_path / "moved")
+    reader.update()
+    assert reader.version == publisher.version
+
+
+def test_an_index_and_a_base_keep_their_mode(tmp_path: Path) -> None:
+    for model in history(2):
+        Publisher(tmp_path, base=tmp_path / "base").publish(model)
+        for name in (INDEX, "base"):
+            (tmp_path / name).chmod(0o600)
+    Publisher(tmp_path, base=tmp_path / "base").publish(WEIGHTS)
+    for name in (INDEX, "base"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
 
 
 # ---- stores that do not hold what is written to them

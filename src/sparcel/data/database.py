@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any
 from weakref import finalize
 
+from sparcel._files import PATIENCE_S, create, lock, open_lock, open_regular, regular
 from sparcel.errors import warn
 
 NAME = "sparcel-samples"
 OURS = 0x53504352
 """The application's number in a database's header, which tells whose it is."""
 _OURS_AT, _HEADER, _MAGIC = 68, 100, b"SQLite format 3\0"
-_PATIENCE_SECONDS = 60.0
-"""How long a transaction waits for those of other processes."""
-
 _TABLES = f"""
 PRAGMA application_id = {OURS};
 CREATE TABLE about (identity TEXT NOT NULL);
@@ -58,7 +56,7 @@ class Database:
 
     Whoever uses the database holds a shared lock (flock) on a file beside it. It is replaced under
     an exclusive lock, so by a process that is alone. What that file contains, if anything, is why
-    the database must be made anew.
+    the database must be made anew. No link in the folder is followed.
 
     Parameters
     ----------
@@ -86,7 +84,7 @@ class Database:
 
         Raises
         ------
-        OSError, sqlite3.Error
+        OSError, SparcelError, sqlite3.Error
             When it cannot be read now, and may be whole.
         """
         folder = self.path.parent
@@ -97,7 +95,7 @@ class Database:
             self._alone = not self.read_only
         except BlockingIOError:
             self._hold(fcntl.LOCK_SH)
-        if not self.path.exists():
+        if not self._is_there():
             return f"there is no {self.path}", []
         if self._lock is not None and (condemned := os.pread(self._lock, 1000, 0)):
             return condemned.decode(errors="replace"), []
@@ -135,9 +133,10 @@ class Database:
                 why = "the folder is read-only"
             raise UnusableError(f"{fault}, and {why}")
         if fault:
-            if self.path.exists():
+            old = regular(self.path, links=False)
+            if old:
                 warn(f"{fault}; {self._remove()}")
-            self._create()
+            self._create(old)
         self._hold(fcntl.LOCK_SH)
 
     def leave(self) -> None:
@@ -153,17 +152,18 @@ class Database:
         ------
         UnusableError
             When there is no database, or it is of something else.
-        OSError, sqlite3.Error
+        OSError, SparcelError, sqlite3.Error
             When it is broken, as `is_broken` tells, or cannot be locked or opened.
         """
         if self._lock is None:  # this process was given the database by another one
             self._hold(fcntl.LOCK_SH)
+        self._is_there()
         if self.read_only and self._beside("-wal").exists():
             raise UnusableError(f"{self.path} has a log, and the folder is read-only")
         mode = "mode=ro&immutable=1" if self.read_only else "mode=rw"
         database = sqlite3.connect(
             f"{self.path.absolute().as_uri()}?{mode}",
-            timeout=_PATIENCE_SECONDS,
+            timeout=PATIENCE_S,
             isolation_level=None,
             check_same_thread=False,
             uri=True,
@@ -190,11 +190,16 @@ class Database:
         """Hold the lock in this way from now on; wait for a process that makes the database."""
         if self.read_only:
             return
+        path = self.path.with_name(f"{NAME}.lock")
         if self._lock is None:
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            self._lock = os.open(self.path.with_name(f"{NAME}.lock"), flags, 0o666)
+            self._lock = open_lock(path)
             finalize(self, os.close, self._lock)
-        fcntl.flock(self._lock, how)
+        lock(self._lock, path, how)
+
+    def _is_there(self) -> bool:
+        """Tell whether there is a database; refuse what is no file in its place or its log's."""
+        found = [regular(self._beside(name), links=False) for name in ("", "-wal", "-shm")]
+        return found[0] is not None
 
     def _remove(self) -> str:
         """Remove the database with its log, or move another program's aside; say which."""
@@ -210,12 +215,13 @@ class Database:
                 file.rename(file.with_name(file.name + mark))
         return f"it is now {self.path.name}{mark}, and a new one is made"
 
-    def _create(self) -> None:
-        """Make an empty database, which has its name once it is whole."""
+    def _create(self, old: os.stat_result | None) -> None:
+        """Make an empty database like the old one, which has its name once it is whole."""
         assert self._lock is not None
         new = self._beside(".new")
         for suffix in (".new", ".new-wal", ".new-shm"):  # of a process that was killed here
             self._beside(suffix).unlink(missing_ok=True)
+        create(new, old).close()
         with closing(sqlite3.connect(new, isolation_level=None)) as database:
             database.executescript(_TABLES)
             database.execute("INSERT INTO about VALUES (?)", (self.identity,))
@@ -230,7 +236,7 @@ class Database:
 
 def _is_ours(path: Path) -> bool:
     """Tell whether sparcel wrote a file, as its first bytes tell; a torn one may have few."""
-    with path.open("rb") as file:
+    with open_regular(path, links=False) as file:
         header = file.read(_HEADER)
     if len(header) < _HEADER:
         return header.startswith(_MAGIC) or _MAGIC.startswith(header)

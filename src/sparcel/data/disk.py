@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakSet
 
 from sparcel.data.database import Database, UnusableError, checksum, is_broken, is_whole
+from sparcel.errors import SparcelError
 
 _LARGEST = 900 << 20
 """Bytes of a record; SQLite's own limit is 10⁹."""
@@ -147,8 +148,8 @@ class Disk:
         path = self._database.path
         try:
             yield
-        except (OSError, sqlite3.Error) as error:
-            why = f"{path}: {error}"
+        except (OSError, SparcelError, sqlite3.Error) as error:
+            why = str(error) if isinstance(error, SparcelError) else f"{path}: {error}"
             if is_broken(error):
                 why = f"{path} is broken ({error}); it is made anew in the next run"
                 with suppress(OSError):  # a full disk

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sparcel import _cpu
+from sparcel._files import create, regular
 from sparcel.delta.bits import bits_of, layout_of
 from sparcel.delta.parts import Part, owners, parts_of, untied
 
@@ -42,6 +44,8 @@ def copied(parts: Mapping[str, Part], file: Path | None = None) -> dict[str, Ten
 
     Raises
     ------
+    FormatError
+        If a link, a folder or the like is in the place of the file.
     OSError
         If the file cannot be made, or there is no room for it.
     """
@@ -50,8 +54,7 @@ def copied(parts: Mapping[str, Part], file: Path | None = None) -> dict[str, Ten
     if file is None or not size:
         room = torch.empty(size, dtype=torch.uint8)
     else:
-        _make(file, size)
-        room = torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
+        room = torch.frombuffer(_mapped(file, size), dtype=torch.uint8)
     copies, begin = {}, 0
     for name, part in alone.items():
         local = part.local
@@ -61,15 +64,17 @@ def copied(parts: Mapping[str, Part], file: Path | None = None) -> dict[str, Ten
     return {name: copies[owner] for name, owner in owners(parts).items()}
 
 
-def _make(file: Path, size: int) -> None:
-    """Make a file and reserve its blocks: a write to mapped memory without blocks kills."""
+def _mapped(file: Path, size: int) -> mmap.mmap:
+    """Make a file, map it, and reserve its blocks: a write to memory without blocks kills."""
+    old = regular(file, links=False)
     file.unlink(missing_ok=True)
-    with file.open("xb") as made:
+    with create(file, old) as made:
         try:
             os.posix_fallocate(made.fileno(), 0, size)
         except OSError as error:
             file.unlink()
             raise OSError(error.errno, f"{error.strerror}, for {size} bytes", str(file)) from error
+        return mmap.mmap(made.fileno(), size)
 
 
 def _padded(size: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sparcel._files import replacing
+from sparcel._files import open_regular, replacing
 from sparcel.errors import InputError
 from sparcel.rows.rows import Array
 
@@ -45,7 +45,7 @@ def read(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Array]]:
         When the file is not there, is broken, or holds something else.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open_regular(path) as opened, np.load(opened, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         about = json.loads(bytes(arrays.pop("about")))
     except FileNotFoundError:

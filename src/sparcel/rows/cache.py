@@ -27,6 +27,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from sparcel._checks import checked_whole
+from sparcel._files import open_regular
 from sparcel.errors import InputError
 from sparcel.rows.pieces import Paths, files_of
 from sparcel.rows.rows import Array, Rows
@@ -35,6 +36,8 @@ MAGIC, VERSION = b"\x93SPARCEL", 2
 START = struct.Struct("<8sIIQQ")
 ALIGNMENT = 64
 CHECKED_BYTES = 1 << 20
+_MOST_HEADER = 1 << 30
+"""Bytes, so that garbage of any size is told at once: a cache of 10 TB has about a tenth of it."""
 _PARTS, _PART_BYTES = 3, 4096
 """How many parts of a source are looked at, evenly from its beginning to its end; their size."""
 
@@ -189,7 +192,7 @@ def _run(rows: Rows, rank: int, ranks: int) -> tuple[int, int]:
 def _open(path: Path) -> _Cache | None:
     """Read the header and map the file, unless there is none for this version and machine."""
     try:
-        file = path.open("rb")
+        file = open_regular(path)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -208,7 +211,7 @@ def _content(path: Path, file: IO[bytes]) -> _Cache | None:
     _, version, crc32, place, length = START.unpack(start)
     if version != VERSION:
         return None
-    if place + length != os.fstat(file.fileno()).st_size:
+    if place + length != os.fstat(file.fileno()).st_size or length > _MOST_HEADER:
         raise _broken(path, "its length is not what it says")
     file.seek(place)
     text = file.read(length)

@@ -110,8 +110,8 @@ def _write(output: Path, before: Checkpoint, steps: list[_Step]) -> int:
     with writing(output), replacing(output) as file:
         if _keep_layout(before, steps):
             return _patched(file, before, steps)[1]
-        with tempfile.NamedTemporaryFile(dir=output.parent, prefix=output.name) as scratch:
-            tensors, changed = _patched(scratch.file, before, steps)
+        with tempfile.TemporaryFile(dir=output.parent) as scratch:
+            tensors, changed = _patched(scratch, before, steps)
             for part in anchor_file(tensors, steps[-1].version):
                 file.write(part)
         return changed
@@ -142,8 +142,7 @@ def _patched(
     for part in anchor_file(before.tensors, steps[-1].version):
         file.write(part)
     file.flush()
-    with Path(file.name).open("r+b") as again:
-        memory = mmap.mmap(again.fileno(), 0)
+    memory = mmap.mmap(file.fileno(), 0)
     tensors = File(memoryview(memory), file.name).tensors()
     changed = 0
     for step in steps:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from sparcel._files import mapped
 from sparcel.errors import FormatError, InputError, optional, public_url, shown
 
 if TYPE_CHECKING:
@@ -69,13 +70,6 @@ class Checkpoint:
         return version_of(self.tensors, self.number)
 
 
-def contents(path: Path) -> memoryview:
-    """Return a file's bytes, mapped; what is written to them stays in memory."""
-    from sparcel.delta import Folder
-
-    return Folder(path.parent).mapped(path.name)
-
-
 def is_delta(path: Path) -> bool:
     """Tell whether a safetensors file is a delta."""
     return _kind(_opened(path)) == "delta"
@@ -87,7 +81,7 @@ def open_delta(path: Path) -> File:
 
     if not is_delta(path):
         raise InputError(f"{path} is no delta; give a file of `sparcel delta diff` or of a store")
-    return File(contents(path), str(path))
+    return File(mapped(path), str(path))
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -120,7 +114,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], Version | None]:
     opened = _opened(path)
     match _kind(opened):
         case "anchor":
-            file = File(contents(path), str(path))
+            file = File(mapped(path), str(path))
             return file.tensors(), file.version()
         case "delta":
             raise InputError(f"{path} is a delta; give a checkpoint")

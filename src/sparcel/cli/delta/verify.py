@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sparcel.cli.delta.places import (
-    contents,
     index_of,
     is_delta,
     lacks_folder,
@@ -152,7 +151,7 @@ class _Checking:
         from sparcel.delta import Folder
 
         store = self._store
-        return contents(store.path / name) if isinstance(store, Folder) else store.read(name)
+        return store.mapped(name) if isinstance(store, Folder) else store.read(name)
 
     def _contents(self, entry: Entry, files: list[File]) -> list[str]:
         from sparcel.delta.anchor import whole_of

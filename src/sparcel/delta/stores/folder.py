@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 import errno
-import fcntl
-import mmap
 import os
 import secrets
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from sparcel._files import replacing
-from sparcel.errors import FormatError, InputError
+from sparcel._files import create, locked, mapped, read_whole, real, replacing
+from sparcel.errors import InputError
 
 _LOCK = ".lock"
 """A file that publishers lock; it holds nothing."""
-
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)
 """What the kernel says of file systems without hard links."""
 
 
-def read_whole(path: Path) -> memoryview:
-    """Return a file's bytes in memory of their own, whatever happens to the file."""
-    with path.open("rb") as file:
-        data = bytearray(os.fstat(file.fileno()).st_size)
-        length = file.readinto(data)
-    return memoryview(data)[:length]
-
-
 class Folder:
     """Files in a folder, which is made if it is not there.
 
-    A file is written under another name, flushed to disk and renamed.
+    A file is written under another name, flushed to disk and renamed. The folder may be a link. A
+    link in it is none of its files, and neither is a pipe or a device: whoever reads or replaces
+    one gets a FormatError.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -42,14 +32,11 @@ class Folder:
 
     def read(self, name: str) -> memoryview:
         """Return a file's bytes."""
-        return read_whole(self.path / name)
+        return read_whole(self.path / name, links=False)
 
     def read_at_most(self, name: str, most: int) -> memoryview:
         """Return a file's bytes, or raise FormatError if these are more than ``most``."""
-        found = (self.path / name).stat().st_size
-        if found > most:
-            raise FormatError(f"{name} has {found} bytes, of which there may be {most}")
-        return self.read(name)
+        return read_whole(self.path / name, links=False, most=most)
 
     def check_found(self) -> None:
         """Raise InputError if the folder around this one is not there; publishers would make it."""
@@ -61,15 +48,12 @@ class Folder:
 
     def mapped(self, name: str) -> memoryview:
         """Return a file's bytes where they are; the file must not change meanwhile."""
-        with (self.path / name).open("rb") as file:
-            if not os.fstat(file.fileno()).st_size:
-                return memoryview(b"")  # which cannot be mapped
-            return memoryview(mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE))
+        return mapped(self.path / name, links=False)
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> int:
         """Write a file, whole or not at all, and return its length."""
         self._make()
-        with replacing(self.path / name) as file:
+        with replacing(self.path / name, links=False) as file:
             for part in parts:
                 file.write(part)
             length = file.tell()
@@ -81,7 +65,7 @@ class Folder:
         self._make()
         own = self.path / f"{name}.{secrets.token_hex(8)}.part"
         try:
-            with own.open("xb") as file:
+            with create(own) as file:
                 file.writelines(parts)
                 file.flush()
                 os.fsync(file.fileno())
@@ -108,35 +92,28 @@ class Folder:
     def names(self) -> list[str]:
         """Return the names of all files."""
         there = os.scandir(self.path) if self.path.is_dir() else ()
-        return sorted(one.name for one in there if one.name != _LOCK and one.is_file())
+        return sorted(
+            one.name for one in there if one.name != _LOCK and one.is_file(follow_symlinks=False)
+        )
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> AbstractContextManager[None]:
         """Let one publisher at a time read and write the index.
 
-        That is so where the file system has locks; elsewhere nothing keeps two of them apart.
+        That is so where the file system has locks; elsewhere nothing keeps two of them apart. Only
+        those who may write to the folder can hold the lock.
+
+        Raises
+        ------
+        InputError
+            If the lock does not come within a minute, or its file is somebody else's.
         """
         self._make()
-        lock = self.path / _LOCK
-        with suppress(PermissionError):  # somebody else's file can be locked, but not touched
-            lock.touch()
-        with lock.open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX)
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-                yield
-                return
-            try:
-                yield
-            finally:
-                # Closing is not enough if a process was forked meanwhile, which has the file too.
-                fcntl.flock(file, fcntl.LOCK_UN)
+        return locked(self.path / _LOCK)
 
     def _make(self) -> None:
-        missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
-        self.path.mkdir(parents=True, exist_ok=True)
+        folder = real(self.path)
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
         for path in missing:
             _flush(path.parent)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from sparcel.delta.stores.folder import read_whole
+from sparcel._files import read_whole
 from sparcel.errors import (
     FormatError,
     InputError,
