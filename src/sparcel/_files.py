@@ -65,10 +65,8 @@ def open_regular(path: Path, *, links: bool = True, most: int | None = None) -> 
 
     Parameters
     ----------
-    path
-        Where the file is.
-    links
-        Whether the path may be a link.
+    path, links
+        As for `regular`.
     most
         The bytes that it may have; None for any number.
 
@@ -308,18 +306,19 @@ def _liken(file: int, old: os.stat_result) -> None:
 
 
 def _leave_to_writers(file: int, folder: os.stat_result) -> None:
-    """Let those open a lock file who may replace files in its folder, if the file is our own."""
+    """Let those open a lock file who may replace files in its folder, unless it is another's."""
     own = os.fstat(file)
-    if own.st_uid != os.geteuid() or own.st_nlink > 1:
+    if os.geteuid() not in (0, own.st_uid) or own.st_nlink > 1:
         return
     shared = 0 if folder.st_mode & stat.S_ISVTX else folder.st_mode
-    with suppress(OSError):
-        if shared & stat.S_IWGRP and own.st_gid != folder.st_gid:
+    if shared & stat.S_IWGRP and own.st_gid != folder.st_gid:
+        with suppress(OSError):
             os.fchown(file, -1, folder.st_gid)
-        mode = 0o600 | (0o006 if shared & stat.S_IWOTH else 0)
-        if shared & stat.S_IWGRP:
-            mode |= 0o060
-        if stat.S_IMODE(own.st_mode) != mode:
+    mode = 0o600 | (0o006 if shared & stat.S_IWOTH else 0)
+    if shared & stat.S_IWGRP and os.fstat(file).st_gid == folder.st_gid:
+        mode |= 0o060
+    if stat.S_IMODE(own.st_mode) != mode:
+        with suppress(OSError):
             os.fchmod(file, mode)
 
 

@@ -348,6 +348,7 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
 def test_nothing_leads_out_of_a_folder(tmp_path, name):
     """The lock and the database are looked at when they are made, and when a worker opens them."""
     folder, victim = tmp_path / "folder", tmp_path / "victim"
+    folder.symlink_to(tmp_path / "there")  # which it may be itself
     filled(folder)
     worker, copy = pickle.dumps(opened(folder)), (folder / NAME).read_bytes()
     for plant in (lambda path: path.symlink_to(victim), os.mkfifo):
@@ -359,6 +360,19 @@ def test_nothing_leads_out_of_a_folder(tmp_path, name):
         with pytest.warns(SparcelWarning, match=f"{name} is a (link|pipe).*; samples are read"):
             assert all_right(pickle.loads(worker))
         assert victim.read_bytes() == copy
+
+
+@pytest.mark.parametrize(("mode", "expected"), [(0o644, 0o600), (0o664, 0o660), (0o666, 0o666)])
+def test_who_may_only_read_the_database_cannot_open_the_file_of_its_locks(mode, expected, tmp_path):
+    filled(tmp_path)
+    (tmp_path / NAME).chmod(mode)
+    before = os.umask(0)
+    try:
+        cached = filled(tmp_path)
+    finally:
+        os.umask(before)
+    assert (tmp_path / f"{NAME}-shm").stat().st_mode & 0o777 == expected
+    assert cached.stats().from_disk == 40
 
 
 def test_a_database_that_is_made_anew_keeps_its_mode(tmp_path):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from weakref import finalize
 
-from sparcel._files import PATIENCE_S, create, lock, open_lock, open_regular, regular
+from sparcel._files import PATIENCE_S, create, lock, open_lock, open_regular, real, regular
 from sparcel.errors import warn
 
 NAME = "sparcel-samples"
@@ -88,7 +88,7 @@ class Database:
             When it cannot be read now, and may be whole.
         """
         folder = self.path.parent
-        folder.mkdir(parents=True, exist_ok=True)
+        real(folder).mkdir(parents=True, exist_ok=True)
         self.read_only = not os.access(folder, os.W_OK)
         try:
             self._hold(fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -157,7 +157,7 @@ class Database:
         """
         if self._lock is None:  # this process was given the database by another one
             self._hold(fcntl.LOCK_SH)
-        self._is_there()
+        self._keep_readers_off()
         if self.read_only and self._beside("-wal").exists():
             raise UnusableError(f"{self.path} has a log, and the folder is read-only")
         mode = "mode=ro&immutable=1" if self.read_only else "mode=rw"
@@ -195,6 +195,26 @@ class Database:
             self._lock = open_lock(path)
             finalize(self, os.close, self._lock)
         lock(self._lock, path, how)
+
+    def _keep_readers_off(self) -> None:
+        """Let those alone open the file with SQLite's locks who may write to the database.
+
+        SQLite gives it the database's mode where it is missing or empty, and whoever can read it
+        can hold the locks. It gets its name once it is whole, because others may open it at once.
+        """
+        locks, part = self._beside("-shm"), self._beside(f"-shm.{secrets.token_hex(8)}.part")
+        if not self._is_there() or self.read_only or locks.exists():
+            return
+        writers = self.path.stat().st_mode & 0o222
+        with suppress(OSError):  # another process was faster, or there are no hard links
+            try:
+                file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                with open(file, "wb") as made:
+                    os.fchmod(file, writers | writers << 1)
+                    made.write(b"\0")
+                os.link(part, locks)  # closed, because closing frees the locks of this process
+            finally:
+                part.unlink(missing_ok=True)
 
     def _is_there(self) -> bool:
         """Tell whether there is a database; refuse what is no file in its place or its log's."""
