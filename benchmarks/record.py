@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import machine
+from benchmarks.rules import is_todays
 
 Row = dict[str, Any]
 
@@ -28,10 +29,16 @@ def rows_of(path: Path) -> list[Row]:
     return rows
 
 
+def shown_of(name: str) -> list[Row]:
+    """Return the rows of a record that pages show: those of rules that have not changed since."""
+    return [row for row in rows_of(RESULTS / f"{name}.json") if is_todays(row)]
+
+
 def left_of(path: Path, jobs: Iterable[Row]) -> tuple[list[Row], list[Row]]:
-    """Return the rows of a record, and the jobs of which no row has all values."""
+    """Return the rows of a record, and the jobs of which no row of today's rules has all values."""
     rows = rows_of(path)
-    return rows, [job for job in jobs if not any(job.items() <= row.items() for row in rows)]
+    done = [row for row in rows if is_todays(row)]
+    return rows, [job for job in jobs if not any(job.items() <= row.items() for row in done)]
 
 
 def origin_of(data: Path | None) -> Row:

@@ -22,6 +22,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "from_code",
+    "whole_links",
 ]
 exclude_patterns = ["extensions"]
 

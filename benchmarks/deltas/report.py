@@ -32,12 +32,15 @@ def draw_fleet() -> None:
     figure, axes = subplots(size=(6.4, 3.4))
     for place, rate in enumerate(("1gbit", "100mbit")):
         rows = [row for row in rows_of(RESULTS / f"delta_fleet_{rate}.json") if "ms" in row]
-        at = [0.4 * place + number for number in range(len(rows))]
+        at = [0.3 * place + number for number in range(len(rows))]
         name = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}[rate]
-        axes.barh(at, [row["ms"] for row in rows], 0.38, color=COLOURS[3 * place], label=name)
+        times = [row["ms"] for row in rows]  # points, as a logarithmic axis has no zero for bars
+        axes.plot(times, at, "os"[place], color=COLOURS[place], markersize=8, label=name)
         for height, row in zip(at, rows, strict=True):
-            axes.text(row["ms"], height, f" {row['ms']:,.0f}", va="center", fontsize="small")
-    axes.set_yticks([height - 0.2 for height in at], [row["transport"] for row in rows])
+            axes.text(row["ms"], height, f"   {row['ms']:,.0f}", va="center", fontsize="small")
+    axes.set_yticks([height - 0.15 for height in at], [row["transport"] for row in rows])
+    for number in range(1, len(rows)):
+        axes.axhline(number - 0.35, color="lightgrey", linewidth=0.8)
     axes.invert_yaxis()
     axes.set(xscale="log", xlim=(50, 60_000), xlabel="ms from the step to all servers")
     plain(axes.xaxis)

@@ -179,13 +179,13 @@ def draw_optimum(rows: list[Row]) -> None:
         waited = row.get("communication_seconds", 0.0)
         reached = row.get("reached", True)
         axes.barh(place, row["seconds"], color=COLOURS[0] if reached else "lightgrey")
-        axes.barh(place, waited, color=COLOURS[4], left=row["seconds"] - waited)
+        axes.barh(place, waited, color=COLOURS[3], left=row["seconds"] - waited)
         text = f" {row['seconds']:.0f} s" + ("" if reached else ", not reached")
         axes.text(row["seconds"], place, text, va="center", fontsize="small")
     names = [f"{row['arm']}, {row['nodes']} node{'s' * (row['nodes'] > 1)}" for row in rows]
     axes.set_yticks(range(len(rows)), names)
     axes.invert_yaxis()
-    axes.set(xlabel="seconds (light: communication)", xlim=(0, 680))
+    axes.set(xlabel="seconds (yellow: communication)", xlim=(0, 680))
     save(figure, "linear-optimum")
 
 

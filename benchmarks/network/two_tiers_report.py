@@ -11,8 +11,8 @@ from benchmarks.pages.tables import BESIDE, plain, save, subplots, table
 from benchmarks.record import RESULTS, Row, rows_of
 
 STEPS = ("reduce-scatter inside", "selection", "all-gather across", "all-gather inside", "rest")
-COLOURS = dict(zip(METHODS, ("#ee6677", "#ccbb44", "black", "#4477aa", "#228833"), strict=True))
-STEP_COLOURS = ("#4477aa", "#66ccee", "#ccbb44", "#228833", "#bbbbbb")
+COLOURS = dict(zip(METHODS, ("#d62728", "#d4b106", "black", "#3a6fb0", "#2a8a3a"), strict=True))
+STEP_COLOURS = ("#3a6fb0", "#d62728", "#d4b106", "#2a8a3a", "#bbbbbb")
 
 
 def times_table(rows: Sequence[Row]) -> Iterator[str]:

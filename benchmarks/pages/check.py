@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.record import shown_of
 from sparcel.bench.report import tables
 from sparcel.bench.results import Results
 
@@ -137,7 +138,7 @@ def trainings() -> Faults:
     lab: Any = importlib.import_module("benchmarks.training.lab_report")
     suite: Any = importlib.import_module("benchmarks.training.convergence_report")
     names = "causes", "convergence", "convergence_sweeps", "papers_recipes", "search"
-    rows = {name: recorded(name)["rows"] for name in names}
+    rows = {name: shown_of(name) for name in names}
     runs = frontier.all_rows()
     yield from absent(
         "docs/explanation/results.md",

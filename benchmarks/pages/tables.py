@@ -17,9 +17,10 @@ DENSE, ROUNDED, POWERSGD, SPARCEL = "black", "#777777", "#b35900", "#1f5fa8"
 """The colours of methods that many figures show: in float32, in bfloat16, the two others."""
 
 COLOURS = (
-    *("#4477aa", "#ee6677", "#228833", "#ccbb44"),
-    *("#66ccee", "#aa3377", "#ee8866", "#994f00"),
+    *("#3a6fb0", "#d62728", "#2a8a3a", "#d4b106"),
+    *("#8e44ad", "#8c564b", "#f29ac0", "#3fc1a9"),
 )
+"""Eight that differ also where lines are thin."""
 
 BESIDE: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
 """Where a legend of many entries is."""

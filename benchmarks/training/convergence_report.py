@@ -12,7 +12,7 @@ from math import exp
 from statistics import mean
 
 from benchmarks.pages.tables import over_seeds, table
-from benchmarks.record import RESULTS, Row, rows_of
+from benchmarks.record import Row, shown_of
 
 CAUSES = {
     "dense": "dense",
@@ -132,12 +132,12 @@ def _training(row: Row) -> tuple[int, int, int]:
 
 
 def main() -> None:
-    suite = rows_of(RESULTS / "convergence.json")
+    suite = shown_of("convergence")
     for lines in (
-        causes_table(rows_of(RESULTS / "causes.json")),
+        causes_table(shown_of("causes")),
         suite_table(suite),
-        sweeps_table(rows_of(RESULTS / "convergence_sweeps.json"), suite),
-        recipes_table(rows_of(RESULTS / "papers_recipes.json")),
+        sweeps_table(shown_of("convergence_sweeps"), suite),
+        recipes_table(shown_of("papers_recipes")),
     ):
         print("\n".join(lines), end="\n\n")
 

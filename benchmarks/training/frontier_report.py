@@ -23,7 +23,7 @@ from benchmarks.pages.tables import (
     subplots,
     table,
 )
-from benchmarks.record import RESULTS, Row, rows_of
+from benchmarks.record import Row, shown_of
 from benchmarks.training.tasks import TASKS
 
 DEFAULT = "bidirectional,0.1,packed:4,front"
@@ -67,13 +67,13 @@ Setting = tuple[str, int, int]
 
 def all_rows() -> list[Row]:
     """Return the runs of both records; dense training's ``share`` is 1."""
-    suite = rows_of(RESULTS / "convergence.json")
+    suite = shown_of("convergence")
     dense = [
         {**row, "run": "dense", "share": 1.0}
         for row in suite
         if row["method"] == "dense" and _setting(row)[1:] == (8, 2000)
     ]
-    return [*dense, *rows_of(RESULTS / "frontier.json")]
+    return [*dense, *shown_of("frontier")]
 
 
 def _dense(rows: Sequence[Row]) -> Mapping[tuple[object, ...], Row]:
@@ -201,7 +201,7 @@ def draw_all() -> None:
 
 def main() -> None:
     rows = all_rows()
-    searched = [*rows, *rows_of(RESULTS / "search.json")]
+    searched = [*rows, *shown_of("search")]
     for lines in (
         *(default_table(rows), chosen_table(rows)),
         *(other_settings_table(rows), search_table(searched)),

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import sparcel
+from benchmarks.rules import rule_of
 from benchmarks.training.tasks import TASKS, Split, Task, batches, loss_of
 from sparcel.comm import Communicator
 from sparcel.rates import Rates
@@ -67,6 +68,7 @@ def train(
             name: repr(value) if isinstance(value, Selector) else value
             for name, value in method.settings.items()
         },
+        "rule": rule_of(method.scheme, method.settings),
         "ahead": method.ahead,
         "frontload": method.frontload,
         "batch": batch,

@@ -17,7 +17,7 @@ from sparcel.formats import format_named
 from sparcel.plan import MODELS, Model, model_of, plan
 from sparcel.plan.planner import WORTH
 from sparcel.plan.recorded import RECORDED, UNNAMED
-from sparcel.plan.report import assumptions, bits, not_counted, table, verdict
+from sparcel.plan.report import assumptions, bits, not_counted, sources, table, verdict
 from sparcel.plan.server import SERVED
 from sparcel.plan.steps import sends_all
 from sparcel.schemes import front_loaded
@@ -128,6 +128,7 @@ def test_a_recommended_method_s_recorded_loss_is_named():
     assert lost["scalecom"] == "1.7"
     assert lost["topk"] == "0.3"
     assert not lost["dense bf16"]
+    assert "topk, gtopk, scalecom: convergence.json, d9ac83e to f5196f5" in sources(made)
 
 
 def test_what_attach_does_without_a_name_is_preferred_within_the_error_of_predictions():
@@ -272,4 +273,5 @@ def test_nothing_is_said_of_losses_that_were_not_recorded():
     assert "In recorded trainings at 1 %" in verdict(recorded)
     for settings in ({"density": 0.001}, {"format": "packed:4"}):
         other = plan("gpt2", compute_s=0.1, rates=FAR, **settings)
+        assert "convergence.json" not in sources(other)
         assert "No training at this density and format was recorded" in verdict(other)

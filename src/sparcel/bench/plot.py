@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -24,14 +24,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_LINES = {"gloo": "o-", "mpi": "s--"}
+_LINES = {"gloo": "-", "mpi": "--"}
 _DENSE_COLOURS = dict(zip(DENSE, ("black", "grey"), strict=True))
 _COLOURS = (
-    *("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#994f00"),
-    *("#44bb99", "#7744aa", "#0c7bdc", "#bbcc33", "#ffaabb", "#882255", "#999933"),
+    *("#3a6fb0", "#d62728", "#2a8a3a", "#d4b106"),
+    *("#8e44ad", "#8c564b", "#f29ac0", "#3fc1a9"),
 )
+_MARKERS = "osD^"
+"""For the first eight methods, the second eight, and so on: more colours are told apart by none."""
 _PHASE_COLOURS = dict(
-    zip((*PHASES, "other"), ("#4477aa", "#66ccee", "#ccbb44", "#228833", "#bbbbbb"), strict=True)
+    zip((*PHASES, "other"), ("#3a6fb0", "#d62728", "#d4b106", "#2a8a3a", "#bbbbbb"), strict=True)
 )
 _KINDS = ("sums and exchanges", "whole steps")
 _BESIDE = {"fontsize": 8, "loc": "center left", "bbox_to_anchor": (1, 0.5), "frameon": False}
@@ -177,7 +179,8 @@ def _curves(figure: Figure, group: list[_Point], dense: list[_Point], free: str)
     label, of = _QUANTITIES[free]
     values = sorted({of(point) for point in group})
     methods = dict.fromkeys(point.method for point in group)
-    colours = {**dict(zip(methods, cycle(_COLOURS))), **_DENSE_COLOURS}
+    looks = dict(zip(methods, cycle(product(_MARKERS, _COLOURS))))
+    looks |= {name: ("o", colour) for name, colour in _DENSE_COLOURS.items()}
     kinds = [kind for kind in _KINDS if any(point.kind == kind for point in group)]
     figure.set_size_inches(7.3, 0.8 + 3.2 * len(kinds))
     panels = figure.subplots(len(kinds), sharex=True, squeeze=False)
@@ -192,23 +195,26 @@ def _curves(figure: Figure, group: list[_Point], dense: list[_Point], free: str)
         first = dict(reversed(times))  # engines by name, of which one line has a label
         for (name, engine), by_x in times.items():
             xs = sorted(by_x)
+            marker, colour = looks[name.removeprefix(STEP)]
             axes.plot(
                 xs,
                 [median(by_x[x]) for x in xs],
                 _LINES[engine],
+                marker=marker,
                 markersize=4,
-                color=colours[name.removeprefix(STEP)],
+                color=colour,
                 label=name if engine == first[name] else None,
             )
-        _finish(axes, values, label, kind if len(kinds) > 1 else "")
+        _finish(axes, values, kind if len(kinds) > 1 else "")
+    panels[-1, 0].set_xlabel(label)
     if len({point.cell.engine for point in group}) > 1:
         figure.supxlabel("solid: Gloo, dashed: MPI", fontsize=8, x=0.99, ha="right")
 
 
-def _finish(axes: Axes, values: list[float], label: str, title: str) -> None:
+def _finish(axes: Axes, values: list[float], title: str) -> None:
     from matplotlib.ticker import LogLocator
 
-    axes.set(xscale="log", yscale="log", xlabel=label, ylabel="time, ms", title=title)
+    axes.set(xscale="log", yscale="log", ylabel="time, ms", title=title)
     axes.set_xticks(values, [_tick(value) for value in values])
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")

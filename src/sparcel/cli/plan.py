@@ -175,6 +175,8 @@ def plan(
     for part in (*parts, report.not_counted(planned)):
         console.print(part, "", sep="\n")
     console.print(report.LEGEND)
+    if sources := report.sources(planned):
+        console.print("", sources, sep="\n")
 
 
 def _measured(save: Path | None) -> Rates | None:

@@ -15,6 +15,10 @@ class Recorded(NamedTuple):
 
     Attributes
     ----------
+    record
+        File of benchmarks/results that has them.
+    commits
+        The first and the last that they were made with; the method's rule has not changed since.
     seeds
         How many trainings on each task.
     points
@@ -25,6 +29,8 @@ class Recorded(NamedTuple):
         That was asked for.
     """
 
+    record: str
+    commits: tuple[str, str]
     seeds: int
     points: tuple[float, ...]
     perplexity: float
@@ -39,12 +45,27 @@ class Recorded(NamedTuple):
 UNNAMED = "attach's default"
 """What `attach` does where no scheme is named; it has a density and a format of its own."""
 
+_ONE_PER_CENT = "convergence.json"
+
 RECORDED = {
-    UNNAMED: Recorded(3, (-0.08, -0.17, 0.94, 0.02, 0.05), 0.2, density=0.1),
-    "topk": Recorded(3, (-0.07, -0.22, 0.21, -0.13, -0.34), 3.9),
-    "gtopk": Recorded(3, (-0.07, -0.06, 0.85, -0.36, -0.38), 5.5),
-    "oktopk": Recorded(3, (-0.04, -0.33, 0.86, -0.29, -0.26), 4.0),
-    "scalecom": Recorded(3, (-0.14, -0.28, -1.73, -0.45, -0.64), 7.5),
-    "hitopk": Recorded(1, (0.37, -0.17, 1.54, -0.13, -0.21), 3.6),
+    UNNAMED: Recorded(
+        *("frontier.json", ("e935b8b", "961345b")),
+        *(3, (-0.08, -0.17, 0.94, 0.02, 0.05), 0.2, 0.1),
+    ),
+    "topk": Recorded(
+        _ONE_PER_CENT, ("d9ac83e", "f5196f5"), 3, (-0.07, -0.22, 0.21, -0.13, -0.34), 3.9
+    ),
+    "gtopk": Recorded(
+        _ONE_PER_CENT, ("d9ac83e", "f5196f5"), 3, (-0.07, -0.06, 0.85, -0.36, -0.38), 5.5
+    ),
+    "oktopk": Recorded(
+        _ONE_PER_CENT, ("9c6dc70", "9c6dc70"), 1, (0.21, 0.0, -0.85, -0.61, -1.04), 11.7
+    ),
+    "scalecom": Recorded(
+        _ONE_PER_CENT, ("d9ac83e", "f5196f5"), 3, (-0.14, -0.28, -1.73, -0.45, -0.64), 7.5
+    ),
+    "hitopk": Recorded(
+        _ONE_PER_CENT, ("cad9fa6", "3d131b2"), 1, (0.37, -0.17, 1.54, -0.13, -0.21), 3.6
+    ),
 }
-"""From convergence.json and frontier.json in benchmarks/results; a test compares them."""
+"""A test compares them with the records, and the rules that these are of with today's."""

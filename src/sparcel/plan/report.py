@@ -37,6 +37,20 @@ def table(plan: Plan) -> Table:
     return shown
 
 
+def sources(plan: Plan) -> str:
+    """Return the records behind the column *lost*, with the commits that trained; "" if none."""
+    methods: dict[str, list[str]] = {}
+    for row in plan.rows:
+        if (known := _recorded(plan, row)) is not None:
+            trained = f"{known.record}, {' to '.join(dict.fromkeys(known.commits))}"
+            methods.setdefault(trained, []).append(row.method)
+    told = "; ".join(f"{', '.join(names)}: {trained}" for trained, names in methods.items())
+    return told and (
+        f"Recorded in benchmarks/results, at these commits, since which no method's rule has"
+        f" changed: {told}."
+    )
+
+
 LEGEND = (
     f"×: times as fast as {BASELINE}, overlapped. exposed: what the step takes beyond its"
     " computation. ahead: step-ahead, before the forward pass. work: to select, pack and add up."
