@@ -18,7 +18,6 @@ from pathlib import Path
 
 import sparcel
 from benchmarks.record import Row, parser_for, run_all
-from benchmarks.rules import rule_of
 from benchmarks.training.task_training import Method, Run, evaluate
 from benchmarks.training.tasks import TASKS
 from sparcel.comm import Communicator
@@ -127,9 +126,7 @@ def train(data: Path, recipe: str, method: str, seed: int, steps: int) -> Row:
         "ranks": RANKS,
         "batch": run.task.batch,
         "lr": run.task.lr,
-        "scheme": run.method.scheme,
-        "settings": dict(run.method.settings),
-        "rule": rule_of(run.method.scheme, run.method.settings),
+        **run.method.told(),
         "whole": list(run.whole),
         **evaluate(run.model, run.split),
         "train_losses": run.smoothed(),

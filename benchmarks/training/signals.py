@@ -177,6 +177,7 @@ def watch(data: Path, task: str, method: str, seed: int) -> Row:
     run = Watched(data, TASKS[task], METHODS[method], seed)
     sparcel.simulate(RANKS, run.rank)
     return {
+        **METHODS[method].told(),
         "ranks": RANKS,
         "steps": run.task.steps,
         **evaluate(run.model, run.split),

@@ -40,6 +40,15 @@ class Method:
     def make(self) -> sparcel.Scheme:
         return sparcel.scheme(self.scheme, **self.settings)
 
+    def told(self) -> dict[str, Any]:
+        """Return what a row tells of the scheme."""
+        settings = {
+            name: repr(value) if isinstance(value, Selector) else value
+            for name, value in self.settings.items()
+        }
+        rule = rule_of(self.scheme, self.settings)
+        return {"scheme": self.scheme, "settings": settings, "rule": rule}
+
 
 def train(
     data: Path,
@@ -63,12 +72,7 @@ def train(
     volumes = [max(sent.bytes_sent, sent.bytes_received) for sent in report.traffic]
     return {
         "method": method.label,
-        "scheme": method.scheme,
-        "settings": {
-            name: repr(value) if isinstance(value, Selector) else value
-            for name, value in method.settings.items()
-        },
-        "rule": rule_of(method.scheme, method.settings),
+        **method.told(),
         "ahead": method.ahead,
         "frontload": method.frontload,
         "batch": batch,
