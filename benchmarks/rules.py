@@ -23,8 +23,8 @@ RANKS = 8
 """As many as in the records."""
 
 LENGTHS = {1 << 12: 8, 1 << 17: 1}
-"""Coordinates of vectors, and how many steps each takes. Several show what is done with memory. On a
-long vector exchanges take no shortcut for short ones; more steps of it would depend on which rank
+"""Coordinates of vectors, and how many steps each takes. Several show what is done with memory. On
+a long vector exchanges take no shortcut for short ones; more steps of it would depend on which rank
 owns what, which belongs to no rule."""
 
 

@@ -49,8 +49,12 @@ _ONE_PER_CENT = "convergence.json"
 
 RECORDED = {
     UNNAMED: Recorded(
-        *("frontier.json", ("e935b8b", "961345b")),
-        *(3, (-0.08, -0.17, 0.94, 0.02, 0.05), 0.2, 0.1),
+        "frontier.json",
+        ("e935b8b", "961345b"),
+        seeds=3,
+        points=(-0.08, -0.17, 0.94, 0.02, 0.05),
+        perplexity=0.2,
+        density=0.1,
     ),
     "topk": Recorded(
         _ONE_PER_CENT, ("d9ac83e", "f5196f5"), 3, (-0.07, -0.22, 0.21, -0.13, -0.34), 3.9
