@@ -147,7 +147,7 @@ def test_processes_are_started_with_mpi_if_it_is_to_be_measured(
         monkeypatch.setattr("sys.argv", ["sparcel", *options])
         assert CliRunner().invoke(app, options, catch_exceptions=False).output == "of rank 0\n"
         (network, argv, _), told = workers.call_args
-        assert (network.nodes, argv[1:]) == (3, ["-m", "sparcel", *options])
+        assert (network.nodes, argv[1:]) == (3, ["-P", "-m", "sparcel", *options])
         assert told == {"mpi": engines == "gloo,mpi"}
 
 
