@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sparcel import SparseStream, simulate
 from sparcel.auto import all_reduce
 from sparcel.collectives import ALGORITHMS
-from sparcel.formats import Format
+from sparcel.formats import RAW, Format
 from sparcel.formats.indices import INDEX_CODES
 from sparcel.wire import Wire
 from tests.strategies import (
@@ -30,19 +30,24 @@ from tests.strategies import (
 algorithms = pytest.mark.parametrize("algorithm", [*ALGORITHMS, "auto"])
 
 
-def reduced(case, algorithm, max_nnz=None):
+def reduced(case, algorithm, max_nnz=None, format=RAW):
     """Run the algorithm on simulated ranks; return each rank's result."""
 
     def on_rank(comm):
-        return all_reduce(case.streams[comm.rank], Wire(comm), case.op, algorithm, max_nnz)
+        wire = Wire(comm, format)
+        return all_reduce(case.streams[comm.rank], wire, case.op, algorithm, max_nnz)
 
     return simulate(case.world, on_rank).results
 
 
-def check(case, algorithm, max_nnz=None):
+def check(case, algorithm, max_nnz=None, format=RAW):
+    """Check values, and that the result stores what some rank stores, zero or not."""
     before = [parts_of(stream) for stream in case.streams]
-    results = reduced(case, algorithm, max_nnz)
+    results = reduced(case, algorithm, max_nnz, format)
     assert torch.equal(full(results[0], case.op), dense_reference(case.streams, case.op))
+    if algorithm not in ("dense", "auto") and case.size:  # auto may choose dense
+        dense_from = format.dense_from(case.size, case.streams[0].value_bytes)
+        check_stored(results[0], stored_by(case.streams), dense_from)
     assert results[0].dtype == case.streams[0].dtype
     assert all(same_stream(result, results[0]) for result in results)
     for stream, (indices, values, _, finite) in zip(case.streams, before, strict=True):
@@ -52,9 +57,14 @@ def check(case, algorithm, max_nnz=None):
 
 
 @algorithms
-@given(case=cases(), bounded=st.booleans(), slack=st.integers(0, 5))
-def test_result_equals_the_dense_reference_on_every_rank(algorithm, case, bounded, slack):
-    check(case, algorithm, case.max_nnz + slack if bounded else None)
+@given(
+    case=cases(),
+    bounded=st.booleans(),
+    slack=st.integers(0, 5),
+    format=st.sampled_from([Format(code) for code in INDEX_CODES]),
+)
+def test_result_equals_the_dense_reference_on_every_rank(algorithm, case, bounded, slack, format):
+    check(case, algorithm, case.max_nnz + slack if bounded else None, format)
 
 
 @algorithms
@@ -132,27 +142,3 @@ def test_indices_beyond_32_bits(algorithm):
     for result in simulate(5, on_rank).results:
         assert result.indices.tolist() == [0, 1, 2, 3, 4, 2**39 + 7, size - 1]
         assert result.values.tolist() == [1, 1, 1, 1, 1, 10, 10]
-
-
-@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "dense"])
-@given(
-    case=cases().filter(lambda case: case.size),
-    format=st.sampled_from([Format(code) for code in INDEX_CODES]),
-    bounded=st.booleans(),
-    zeros=st.booleans(),
-)
-def test_result_stores_what_some_rank_stores_and_is_dense_exactly_if_smaller(
-    algorithm, case, format, bounded, zeros
-):
-    """So explicit zeros stay, and so do sums that happen to be zero."""
-    if zeros:
-        for stream in case.streams:
-            stream.values = torch.zeros_like(stream.values)
-
-    def on_rank(comm):
-        wire, most = Wire(comm, format), case.max_nnz if bounded else None
-        return all_reduce(case.streams[comm.rank], wire, case.op, algorithm, most)
-
-    dense_from = format.dense_from(case.size, case.streams[0].value_bytes)
-    for result in simulate(case.world, on_rank).results:
-        check_stored(result, stored_by(case.streams), dense_from)
