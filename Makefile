@@ -54,6 +54,7 @@ pages: $(VENV)/built
 	$(BIN)/python -m pytest $(IN_PARALLEL) README.md CONTRIBUTING.md docs
 
 docs: $(VENV)/built ## the site in build/docs; ARGS=serve serves it and rebuilds what changes
+	rm -rf build/docs/_modules # pages of sources that are there are not written again
 	$(BIN)/$(if $(filter serve,$(ARGS)),sphinx-autobuild $(addprefix --watch ,src $(wildcard *.md)),sphinx-build \
 		--fresh-env --fail-on-warning --keep-going) --quiet --jobs 2 docs build/docs
 

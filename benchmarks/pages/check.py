@@ -213,7 +213,7 @@ def ages() -> Faults:
         record = recorded(name)
         rows = [row for row in record.get("rows", ()) if row.get("method") == method]
         dates = [row.get("date", record["date"]) for row in rows] or [record["date"]]
-        if min(dates) < min(known, default=""):
+        if min(dates) < min(known, default="none"):
             yield f"{name}.json has trainings by a default of {min(dates)}, whose rule is not known"
     across: Any = importlib.import_module("benchmarks.network.two_tiers_bytes")
     for row in recorded("two_tiers_bytes")["rows"]:
