@@ -219,6 +219,12 @@ def ages() -> Faults:
     for row in recorded("two_tiers_bytes")["rows"]:
         if (row["nodes"], row["ranks_per_node"]) == (2, 4):
             yield from _counted("two_tiers_bytes", row, across.count(row["method"], 2, 4))
+    scale: Any = importlib.import_module("benchmarks.network.scale")
+    record = recorded("scale")
+    for row in record["rows"]:
+        if row["ranks"] == 4:
+            found = scale.measure(row["algorithm"], 4, record["size"], record["count"])
+            yield from _counted("scale", row, found)
 
 
 def _counted(name: str, row: dict[str, Any], found: dict[str, Any]) -> Faults:
