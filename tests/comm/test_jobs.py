@@ -44,6 +44,43 @@ def test_errors_keep_their_type_and_traceback() -> None:
     assert queue.submit(lambda: "goes on").wait() == "goes on"
 
 
+class Held:
+    """What the variables of a job, and of whoever waits for it, refer to."""
+
+
+@pytest.mark.parametrize("waits", [0, 1, 2])
+@pytest.mark.parametrize("future", [False, True])
+def test_an_error_keeps_nothing_alive(waits: int, future: bool) -> None:
+    queue, watched = JobQueue("jobs"), []
+
+    def fail() -> None:
+        held = Held()
+        watched.append(weakref.ref(held))
+        try:
+            raise KeyError("the cause")
+        except KeyError as cause:
+            raise LookupError("why") from cause
+
+    def submit_and_wait() -> None:
+        held, job = Held(), queue.submit(fail)
+        watched.append(weakref.ref(held))
+        queue.submit(lambda: None).wait()
+        for _ in range(waits):
+            with suppress(LookupError):
+                job.wait()
+        if future:  # torch's, which refers to whoever asks it
+            assert job.future.done()
+
+    gc.collect()
+    gc.disable()
+    try:
+        submit_and_wait()
+        queue.submit(lambda: None).wait()  # the thread lets go of the last job
+        assert [one() for one in watched] == [None, None]
+    finally:
+        gc.enable()
+
+
 def test_a_job_that_exits_does_not_end_the_queue() -> None:
     queue = JobQueue("jobs")
 
