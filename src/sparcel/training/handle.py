@@ -263,9 +263,9 @@ class Handle:
         ------
         InputError
             When an entry has a value that no state has, or one so large that a sum over the ranks
-            would overflow. With ``strict``, also when an entry fits no
-            tensor, or entries are missing, or the memory is a sum of velocities, and this scheme
-            would have to flush it. While tensors are queued. The memory then stays as it was.
+            would overflow. With ``strict``, also when an entry fits no tensor, or entries are
+            missing, or the memory is a sum of velocities, and this scheme would have to flush it.
+            While tensors are queued. The memory then stays as it was.
 
         Notes
         -----
