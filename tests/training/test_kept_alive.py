@@ -128,29 +128,29 @@ def left_by(comm: Communicator, kind: str, fail: Callable[[Training], None]) -> 
     FSDP's modules, and torch's optimisers, are freed by a garbage collection alone, also without
     sparcel. So this looks at what the calls that the error has left refer to: the training.
     """
-    gc.collect()
-    gc.disable()
+    one = Training(comm, kind)
+    watched = {"training": weakref.ref(one)}
+    if kind == "ddp":
+        watched["model"] = weakref.ref(one.model)
+    raised: type[Exception] | None = None
     try:
-        one = Training(comm, kind)
-        watched = {"training": weakref.ref(one)}
-        if kind == "ddp":
-            watched["model"] = weakref.ref(one.model)
-        raised: type[Exception] | None = None
-        try:
-            fail(one)
-        except Exception as error:
-            raised = type(error)
-            if isinstance(error, SparcelError):  # others cannot be watched
-                watched["error"] = weakref.ref(error)
-        one.handle.close()
-        del one
-        return raised, [name for name, there in watched.items() if there() is not None]
-    finally:
-        gc.enable()
+        fail(one)
+    except Exception as error:
+        raised = type(error)
+        if isinstance(error, SparcelError):  # others cannot be watched
+            watched["error"] = weakref.ref(error)
+    one.handle.close()
+    del one
+    return raised, [name for name, there in watched.items() if there() is not None]
 
 
 def all_left(comm: Communicator) -> list[tuple[Any, ...]]:
-    return [left_by(comm, kind, fail) for kind, fail, _ in FAILURES]
+    gc.collect()
+    gc.disable()
+    try:
+        return [left_by(comm, kind, fail) for kind, fail, _ in FAILURES]
+    finally:
+        gc.enable()
 
 
 def test_a_model_is_freed_with_the_error_that_left_its_hook(run_on: Any) -> None:
