@@ -25,7 +25,7 @@ from sparcel.delta.bits import bits_of
 from sparcel.delta.chunk import Chunk, Version, read_chunk
 from sparcel.delta.decoding import FETCH, Change, Found, found_in, new_tensors
 from sparcel.delta.encoding import in_pool, in_threads
-from sparcel.delta.parts import Part, Weights, memory_of, owners, parts_of, tensors_of, unwrapped
+from sparcel.delta.parts import Part, Weights, memory_of, owners, parts_of, tensors_of
 from sparcel.delta.writable import check_writable
 from sparcel.errors import InputError, VersionError, few, shown
 from sparcel.training.names import model_name
@@ -268,7 +268,7 @@ def prepare(target: Target, chunks: Chunks, since: Version | None = None) -> Pre
         base,
         version,
         after,
-        target,
+        target if module else tensors,
         parts,
         [one for one in found if one.chunk.code != "removed" and not one.chunk.new],
         _gone={name: one for name, one in tensors.items() if after.get(name) is not one},
@@ -402,7 +402,7 @@ def assign_(target: Weights, changes: Iterable[Change], *, partial: bool = False
         If a tensor has another dtype or shape, is there under none of its names, or is gone; what
         was written before stays. If the target has tensors that `apply_` refuses.
     """
-    parts = parts_of(unwrapped(target))
+    parts = parts_of(target)
     check_writable(parts, target)
     gone, found, unknown = set[str](), set[str](), dict[str, str]()
     for change in changes:
@@ -420,10 +420,11 @@ def assign_(target: Weights, changes: Iterable[Change], *, partial: bool = False
         here, places = part.places_of(change.indices)
         part.put(places, bits_of(change.values)[here])
     lacking = sorted(name for name, owner in unknown.items() if owner not in found)
-    if (lacking or gone) and not partial:
+    wrong = [f"{few(lacking)} change and are not in the weights"] if lacking else []
+    wrong += [f"{few(sorted(gone))} are gone and still in the weights"] if gone else []
+    if wrong and not partial:
         raise InputError(
-            f"{few(lacking)} change and are not in the weights, and {few(sorted(gone))} are gone"
-            " and are; name tensors as the version does, or pass partial=True"
+            f"{', and '.join(wrong)}; name tensors as the version does, or pass partial=True"
         )
 
 

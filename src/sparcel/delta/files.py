@@ -20,6 +20,7 @@ from sparcel.delta.chunk import Version, malformed, whole
 from sparcel.delta.parts import Part, parts_of, ties_of, untied
 from sparcel.delta.pieces import MOST_DIMS
 from sparcel.errors import FormatError, InputError, few, shown
+from sparcel.training.names import model_names
 
 _NAMES = {layout.dtype: layout.safetensors for layout in LAYOUTS.values() if layout.safetensors}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
@@ -58,8 +59,9 @@ def delta_file(
 
 
 def anchor_file(tensors: Mapping[str, Tensor], version: Version) -> Iterator[bytes | memoryview]:
-    """Yield the parts of a file with whole tensors; tied ones are written once."""
-    every = parts_of(tensors)
+    """Yield the parts of a file with whole tensors, by their own names; tied ones come once."""
+    own = {plain: name for name, plain in model_names(tensors).items()}
+    every = {own[name]: part for name, part in parts_of(tensors).items()}
     # Long elements first, so that all are aligned where the file is read in place.
     parts = dict(sorted(untied(every).items(), key=lambda one: -one[1].piece.dtype.itemsize))
     described = {}

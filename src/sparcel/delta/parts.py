@@ -124,22 +124,6 @@ class Part:
             begin = end
 
 
-def tensors_of(weights: nn.Module | M) -> dict[str, Tensor] | M:
-    """Return the tensors of weights by name: those of a module by the names before it was wrapped.
-
-    What a module has as extra state is left out: it may be anything, and is made for each call, so
-    it could be neither compared nor written element by element.
-    """
-    if not isinstance(weights, nn.Module):
-        if not isinstance(weights, Mapping):
-            kind = type(weights).__name__
-            raise InputError(f"weights are a module, or a mapping of names to tensors, got {kind}")
-        return weights
-    state = weights.state_dict()
-    kept = [name for name in state if name.rpartition(".")[2] != _EXTRA]
-    return {plain: state[name] for name, plain in model_names(kept).items()}
-
-
 class _Unwrapped(MutableMapping[str, Tensor]):
     """A mapping by the names before a model was wrapped; what is added keeps its name."""
 
@@ -163,16 +147,24 @@ class _Unwrapped(MutableMapping[str, Tensor]):
         return len(self._tensors)
 
 
-def unwrapped(weights: nn.Module | M) -> MutableMapping[str, Tensor] | M:
-    """Return the tensors of weights by the names before a model was wrapped, also of a mapping.
+def tensors_of(weights: nn.Module | M) -> MutableMapping[str, Tensor] | M:
+    """Return the tensors of weights by the names that a model has before it is wrapped.
 
-    What is written to it is written to the mapping.
+    What is written to that of a mapping is written to the mapping. What a module has as extra state
+    is left out: it may be anything, and is made for each call, so it could be neither compared nor
+    written element by element.
     """
-    tensors = tensors_of(weights)
-    plain = model_names(name for name in tensors if isinstance(name, str))
-    if isinstance(weights, nn.Module) or all(name == own for own, name in plain.items()):
-        return tensors
-    return _Unwrapped(cast("MutableMapping[str, Tensor]", tensors), plain)
+    if isinstance(weights, nn.Module):
+        state = weights.state_dict()
+        kept = [name for name in state if name.rpartition(".")[2] != _EXTRA]
+        return {plain: state[name] for name, plain in model_names(kept).items()}
+    if not isinstance(weights, Mapping):
+        kind = type(weights).__name__
+        raise InputError(f"weights are a module, or a mapping of names to tensors, got {kind}")
+    plain = model_names(name for name in weights if isinstance(name, str))
+    if all(name == own for own, name in plain.items()):
+        return weights
+    return _Unwrapped(cast("MutableMapping[str, Tensor]", weights), plain)
 
 
 def parts_of(weights: Weights) -> dict[str, Part]:

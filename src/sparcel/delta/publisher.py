@@ -18,7 +18,7 @@ from sparcel.delta.encoding import CODES, encode_parts, version_of
 from sparcel.delta.files import File, anchor_file, check_storable, delta_file
 from sparcel.delta.index import Entry, Index, file_name
 from sparcel.delta.index_writer import IndexWriter
-from sparcel.delta.parts import Part, Weights, parts_of, untied, unwrapped
+from sparcel.delta.parts import Part, Weights, parts_of, tensors_of, untied
 from sparcel.delta.stores import Folder, Store, store_at
 from sparcel.delta.subscriber import Subscriber
 from sparcel.errors import FormatError, InputError, VersionError, checked_name, shown
@@ -118,7 +118,7 @@ class Publisher:
         VersionError
             If another publisher has written to the store, or its index is lost.
         """
-        tensors = unwrapped(weights)
+        tensors = tensors_of(weights)
         parts = parts_of(tensors)
         check_storable(parts)
         _check_whole(parts)

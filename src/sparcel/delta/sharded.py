@@ -23,7 +23,7 @@ from sparcel.delta.encoding import CODES, encode_parts, in_threads
 from sparcel.delta.files import check_storable, delta_file
 from sparcel.delta.index import file_name
 from sparcel.delta.index_writer import IndexWriter
-from sparcel.delta.parts import Part, Weights, parts_of, ties_of, untied, unwrapped
+from sparcel.delta.parts import Part, Weights, parts_of, tensors_of, ties_of, untied
 from sparcel.delta.pieces import Piece
 from sparcel.delta.stores import Store, store_at
 from sparcel.errors import InputError, MismatchError, VersionError, checked_name, shown
@@ -222,7 +222,7 @@ class ShardedPublisher:
 
 
 def _checked(weights: Weights) -> tuple[Mapping[str, Tensor], Mapping[str, Part]]:
-    tensors = unwrapped(weights)
+    tensors = tensors_of(weights)
     parts = parts_of(tensors)
     check_storable(parts)
     return tensors, parts

@@ -28,7 +28,7 @@ from sparcel.delta.decoding import Change
 from sparcel.delta.encoding import version_of
 from sparcel.delta.files import File
 from sparcel.delta.index import Entry, Index, read_index
-from sparcel.delta.parts import tensors_of, unwrapped
+from sparcel.delta.parts import tensors_of
 from sparcel.delta.stores import Store, read_at_most, store_at
 from sparcel.errors import FormatError, InputError, VersionError, shown
 
@@ -181,7 +181,7 @@ class Subscriber:
         self._target: Target = {} if tensors is None else tensors
         self._given: dict[str, Tensor] = {}
         if not isinstance(self._target, nn.Module):
-            self._target = unwrapped(self._target)
+            self._target = tensors_of(self._target)
             self._given = dict(self._target)
         elif partial:
             raise InputError("a module must have all tensors; to use partial, pass them by name")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated
 
@@ -48,7 +48,7 @@ def apply(
     steps = _steps(deltas)
     shown = console()
     with shown.status(f"applying to {old}"):
-        before = _checked(old, before, steps)
+        _check(old, before, steps)
         changed = _write(output, before, steps)
     version = steps[-1].version
     shown.print(
@@ -80,19 +80,12 @@ def _steps(deltas: list[Path]) -> list[_Step]:
     return steps
 
 
-def _checked(old: Path, before: Checkpoint, steps: list[_Step]) -> Checkpoint:
+def _check(old: Path, before: Checkpoint, steps: list[_Step]) -> None:
     """Refuse deltas that do not follow one another from the checkpoint on.
 
-    Sums tell; numbers are those of a store, and checkpoints of elsewhere have none. If the sum is
-    that of the names before the model was wrapped, as publishers have them, the checkpoint is
-    returned by these.
+    Sums tell; numbers are those of a store, and checkpoints of elsewhere have none.
     """
-    from sparcel.delta.parts import unwrapped
-
     now, where = before.version(), str(old)
-    plain = replace(before, tensors=dict(unwrapped(before.tensors)))
-    if steps[0].base.sum != now.sum and plain.tensors.keys() != before.tensors.keys():
-        before, now = plain, plain.version()
     for step in steps:
         if step.base.sum != now.sum:
             raise VersionError(
@@ -100,7 +93,6 @@ def _checked(old: Path, before: Checkpoint, steps: list[_Step]) -> Checkpoint:
                 " give the deltas in order, from the one for this checkpoint on"
             )
         now, where = step.version, f"what {step.path} makes"
-    return before
 
 
 def _write(output: Path, before: Checkpoint, steps: list[_Step]) -> int:

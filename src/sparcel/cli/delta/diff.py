@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated
 
@@ -46,11 +46,13 @@ def diff(
     Tensors are compared bit by bit, so nothing is lost. Checkpoints may be larger than memory.
     """
     from sparcel.delta.encoding import CODES
+    from sparcel.delta.parts import tensors_of
     from sparcel.errors import checked_name
 
     checked_name(code, CODES, "code")
     check_output(output)
-    before, after = open_checkpoint(old), open_checkpoint(new)
+    opened = map(open_checkpoint, (old, new))
+    before, after = (replace(one, tensors=tensors_of(one.tensors)) for one in opened)
     check_apart({"--output": output}, [*before.files, *after.files])
     shown = console()
     with shown.status(f"comparing {old} with {new}"):

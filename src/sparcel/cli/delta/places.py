@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +50,7 @@ class Checkpoint:
     """
 
     files: tuple[Path, ...]
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     stated: Version | None
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -235,7 +236,7 @@ class _Checking:
         self.faults.append(fault if names in fault else f"{names}: {fault}")
 
 
-def _anchor_faults(tensors: dict[str, Tensor], stated: Version) -> list[str]:
+def _anchor_faults(tensors: Mapping[str, Tensor], stated: Version) -> list[str]:
     """Compare the sum of all weights with that of the version that they should be."""
     from sparcel.delta import version_of
 
