@@ -129,6 +129,13 @@ def test_files_of_an_object_store(place: str) -> None:
         store.read("file")
 
 
+def test_a_bucket_that_does_not_exist_is_told(s3: str) -> None:
+    """An empty one is waited for, as is a folder in one."""
+    with pytest.raises(InputError, match="there is no bucket misspelt, so nothing can be"):
+        Subscriber("s3://misspelt/run").update()
+    assert Subscriber(f"{s3}/{secrets.token_hex(4)}/run").update() is None
+
+
 def creates_once(store: Store) -> None:
     """The first writer of a file wins, and one that fails leaves nothing."""
 

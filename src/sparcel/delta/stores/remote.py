@@ -248,8 +248,9 @@ class Remote:
 def _secrets(place: str, query: str) -> list[str]:
     """Return what must not be told of a URL, the longest first, also as libraries decode it."""
     login = place.partition("://")[2].removesuffix(public_url(place).partition("://")[2])
-    password = login.rstrip("@").partition(":")[2]
-    found = [login, login.rstrip("@"), password, query, *re.split("[&=]", query)]
+    # Libraries tell parts, too, such as what they take for the name of a bucket.
+    found = [login, login.rstrip("@"), login.rstrip("@").partition(":")[2], query]
+    found += [*re.split("[/:@]", login), *re.split("[&=]", query)]
     several = {*found, *map(unquote, found)}
     return sorted((one for one in several if len(one) > _HARMLESS), key=len, reverse=True)
 
