@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sparcel.delta import Publisher, Subscriber, read_index, store_at
+from sparcel.delta.index import index_in
 from sparcel.integrations._framework import needs
 from sparcel.integrations._weights import on_host
 
@@ -69,7 +70,7 @@ class SparcelCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             return {}
         if self._publisher is None:
             self._publisher = Publisher(self._store, **self._arguments)
-        newest = read_index(self._store).newest
+        newest = index_in(self._store).newest
         return {"version": 0 if newest is None else newest.number + 1}
 
     @classmethod

@@ -130,7 +130,7 @@ class Remote:
                 " is it written as it should be?"
             ) from None
         except (OSError, InputError):
-            pass
+            return
         self._is_found = True
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> int:
