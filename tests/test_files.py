@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparcel import _files
@@ -99,6 +99,7 @@ def umask(mask: int) -> Iterator[None]:
         os.umask(before)
 
 
+@settings(max_examples=30)
 @given(mode=st.integers(0, 0o777), mask=st.integers(0, 0o777))
 def test_files_keep_their_mode_and_new_ones_follow_the_umask(mode: int, mask: int) -> None:
     with tempfile.TemporaryDirectory() as folder, umask(mask):
