@@ -162,7 +162,7 @@ def plant(kind: str, path: Path) -> None:
         path.symlink_to("/dev/zero")
     else:
         path.touch()
-        os.truncate(path, _files._MEMORY + 1)
+        os.truncate(path, 1 << 40)
 
 
 def replace(path: Path) -> None:
@@ -185,7 +185,10 @@ OPENING: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 
 
 @pytest.mark.parametrize("way", OPENING)
-def test_what_is_no_file_is_refused_and_stays(way: str, tmp_path: Path) -> None:
+def test_what_is_no_file_is_refused_and_stays(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_files, "_MEMORY", 1 << 30)  # also where a terabyte would fit
     opened, kinds = OPENING[way]
     for kind in kinds:
         folder = tmp_path / kind.replace(" ", "-")
