@@ -254,9 +254,11 @@ def test_a_truncated_or_longer_file_is_broken(rows: Rows, data: st.DataObject) -
                 load(path)
 
 
-def test_a_folder_is_no_cache(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="can't be read"):
-        load(tmp_path)
+def test_a_folder_or_a_pipe_is_no_cache(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, kind in ((tmp_path, "folder"), (tmp_path / "pipe", "pipe")):
+        with pytest.raises(InputError, match=f"can't be read: .* is a {kind}"):
+            load(path)
 
 
 def test_writers_of_one_cache_do_not_hurt_one_another(tmp_path: Path) -> None:

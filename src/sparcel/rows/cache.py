@@ -28,7 +28,7 @@ import numpy as np
 
 from sparcel._checks import checked_whole
 from sparcel._files import open_regular
-from sparcel.errors import InputError
+from sparcel.errors import FormatError, InputError
 from sparcel.rows.pieces import Paths, files_of
 from sparcel.rows.rows import Array, Rows
 
@@ -195,8 +195,9 @@ def _open(path: Path) -> _Cache | None:
         file = open_regular(path)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise InputError(f"{path} can't be read: {error.strerror}") from error
+    except (OSError, FormatError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"{path} can't be read: {why}") from error
     with file:
         return _content(path, file)
 
