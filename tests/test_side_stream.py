@@ -201,10 +201,11 @@ def test_steps_in_a_cuda_graph_are_refused(cuda: Cuda, monkeypatch: pytest.Monke
 
     def on_rank(comm: Communicator) -> None:
         averager = Averager(tensors(), TopK(0.5), group=comm)
-        averager._session.device = GPU
+        session, there = averager._session, averager._session.device
+        session.device = GPU
         with pytest.raises(InputError, match=r"captured in a CUDA graph; capture .* no_sync\(\)"):
-            averager.average(tensors())
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+            averager._open(["weight"])
+        session.device = there
         averager.average(tensors())  # nothing was begun
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
