@@ -143,7 +143,8 @@ class SvmlightParser {
         if (end == token || *end != ':') refuse(token, "expected index:value, got ", "");
         if (end - token > kMostIndexDigits) refuse(token, "the index is too long in ", "");
         if (int64_t(index) < index_from_) {
-            refuse(token, "indices begin with 1, got ", ": read_svmlight takes index_from=0, sparcel linear fit --index-from 0");
+            refuse(token, "indices begin with 1, got ",
+                   ": read_svmlight takes index_from=0, sparcel linear fit --index-from 0");
         }
         const int64_t current = int64_t(index) - index_from_;
         if (current <= previous) {
