@@ -96,7 +96,7 @@ def test_what_leaves_a_node_and_what_reaches_it_have_rates_of_their_own(
         reached[direction] = 8e-6 * result["bytes"] / result["seconds"]
     slow, fast = ("send", "receive") if up < down else ("receive", "send")
     assert reached[slow] <= 1.2 * 20
-    assert 1.2 * 20 < reached[fast] <= 1.2 * 40
+    assert 1.1 * reached[slow] < reached[fast] <= 1.2 * 40
 
 
 _COPY = """

@@ -25,8 +25,8 @@ def split_allgather(
     bytes: see `Wire.pack_region`. This combines SSAR and DSAR, without guessing the result's
     density.
 
-    Words a rank: at most 2k, then at most 2K(P−1)/P if the K coordinates
-    of the result are spread evenly, and never more than n(P−1)/P and a bit for each coordinate.
+    Words a rank: at most 2k, then at most 2K(P−1)/P if the K coordinates of the result are spread
+    evenly, and never more than n(P−1)/P and a bit for each coordinate.
     Source: SparCML, sections 5.3.2 and 5.3.3 (SSAR_Split_allgather, DSAR_Split_allgather). A format
     of few bits rounds in both phases: the values on their way to the owners, and the sums. Section
     6 rounds the second phase of DSAR alone, dense sums.
