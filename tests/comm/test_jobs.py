@@ -48,6 +48,24 @@ class Held:
     """What the variables of a job, and of whoever waits for it, refer to."""
 
 
+class DoubledError(Exception):
+    """Its message is not what it was made of."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason} {reason}")
+
+
+def test_all_who_wait_are_told_the_same() -> None:
+    def fail() -> None:
+        raise DoubledError("why") from KeyError("the cause")
+
+    job = JobQueue("jobs").submit(fail)
+    for _ in range(3):
+        with pytest.raises(DoubledError, match=r"^why why$") as caught:
+            job.wait()
+        assert isinstance(caught.value.__cause__, KeyError)
+
+
 @pytest.mark.parametrize("waits", [0, 1, 2])
 @pytest.mark.parametrize("future", [False, True])
 def test_an_error_keeps_nothing_alive(waits: int, future: bool) -> None:

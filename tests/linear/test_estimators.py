@@ -357,6 +357,24 @@ def test_a_training_that_ends_too_early_warns():
         SparseLinearRegression(epochs=7).fit(X, y * 1000.0)
 
 
+def test_a_model_that_is_worse_than_none_warns():
+    X, _ = problem()
+    columns = np.column_stack([X.toarray() + 3, 300 + 5 * X.toarray()])
+    with pytest.warns(ConvergenceWarning, match="worse than the mean of the targets: scale"):
+        SparseLinearRegression().fit(columns, X @ np.arange(12.0))
+
+
+def test_steps_grow_with_the_targets_of_later_passes():
+    X, _ = problem()
+    y = X @ np.arange(12.0)
+    model = SparseLinearRegression().partial_fit(X[:1], y[:1] / 1e3)
+    for _ in range(30):
+        model.partial_fit(X, y)
+    assert model.score(X, y) > 0.9
+    model.set_params(warm_start=True).fit(X, 1e3 * y)
+    assert model.score(X, 1e3 * y) > 0.9
+
+
 def test_more_dimensions_than_memory_holds():
     texts = ["cheap pills now", "meeting at noon", "cheap watches", "lunch at noon"] * 10
     rows = HashedNGrams(dimensions=2**40).rows(texts, ["spam", "ham", "spam", "ham"] * 10)

@@ -156,5 +156,6 @@ def all_left(comm: Communicator) -> list[tuple[Any, ...]]:
 def test_a_model_is_freed_with_the_error_that_left_its_hook(run_on: Any) -> None:
     for ends in run_on(2, all_left):
         for (kind, fail, expected), (raised, left) in zip(FAILURES, ends, strict=True):
-            assert issubclass(raised, (expected, LookupError)), (kind, fail, raised)
+            own = fail is fails and issubclass(raised, LookupError)  # of the rank that fails
+            assert own or issubclass(raised, expected), (kind, fail, raised)
             assert left == [], (kind, fail)

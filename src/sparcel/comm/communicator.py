@@ -130,8 +130,8 @@ class Communicator(ABC):
     ) -> list[Sequence[Tensor]]:
         """Send a message to every other rank; return the messages of all ranks, by rank.
 
-        This takes one round. ``at_most`` bounds the bytes of each message and is equal on all
-        ranks. Otherwise as `exchange_parts`.
+        P−1 messages in one exchange. ``at_most`` bounds the bytes of each message and is equal on
+        all ranks. Otherwise as `exchange_parts`.
         """
         rounds = patterns.rotation(self.rank, self.size)
         sends = {to: parts for to, *_ in rounds}
@@ -151,7 +151,7 @@ class Communicator(ABC):
     ) -> Tensor:
         """Send each rank its part of a message; return what the ranks sent, one after another.
 
-        This takes one round. Empty parts do not travel.
+        P−1 messages in one exchange. Empty parts do not travel.
 
         Parameters
         ----------

@@ -245,8 +245,10 @@ def _check_all() -> None:
 @atexit.register
 def _close_all() -> None:
     """Close all executors: a thread that is inside an engine would crash the exiting process."""
+    # The last error that the interpreter has printed; at a prompt people go on after it.
+    uncaught = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
     for executor in list(_alive):
-        executor.uncaught = getattr(sys, "last_value", None)  # that the interpreter has printed
+        executor.uncaught = uncaught
         executor.close(_EXIT_SECONDS)
     _monitoring.acquire(timeout=_EXIT_SECONDS)
     for call in at_exit:

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from copy import copy
 from functools import cached_property
 from queue import Empty, SimpleQueue
 from traceback import clear_frames
@@ -126,11 +125,7 @@ class Job(Generic[T]):
         """
         error = self._error
         if error is not None:
-            try:
-                self._error = copy(error)
-            except Exception:  # its class cannot be made of its arguments
-                self._error = CommunicationError(f"a job raised {error!r}")
-            self._error.__traceback__ = error.__traceback__
+            self._error = _twin(error)
         return error
 
     def _end(self) -> None:
@@ -149,13 +144,25 @@ class Job(Generic[T]):
             follower()
 
 
-def _forget_variables(error: BaseException | None) -> None:
-    """Let go of the variables of all calls that an error, and what caused it, has left."""
+def _twin(error: Exception) -> Exception:
+    """Return another error of the same class, with all that it holds."""
+    twin = type(error).__new__(type(error), *error.args)  # whatever its __init__ makes of arguments
+    twin.__dict__.update(error.__dict__)
+    twin.__cause__, twin.__context__ = error.__cause__, error.__context__
+    twin.__suppress_context__ = error.__suppress_context__
+    return twin.with_traceback(error.__traceback__)
+
+
+def _forget_variables(error: BaseException) -> None:
+    """Let go of the variables of all calls that an error, and what led to it, has left."""
     seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+    left: list[BaseException | None] = [error]
+    while left:
+        one = left.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            clear_frames(one.__traceback__)
+            left += [one.__cause__, one.__context__]
 
 
 def submit_beside(

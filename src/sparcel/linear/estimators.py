@@ -9,6 +9,7 @@ from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 
+from sparcel._checks import checked_flag
 from sparcel.comm import Communicator, Group
 from sparcel.errors import InputError, checked_name, optional
 from sparcel.linear.classes import Classes, finite_numbers, labels, probabilities
@@ -133,6 +134,7 @@ class _Linear(Parameters, BaseEstimator):  # type: ignore[misc]
         classes: Sequence[Any] | None = None,
     ) -> Self:
         """Fit a new model, or pass ``once`` over more rows; all ranks call."""
+        checked_flag(self.warm_start, "warm_start")
         comm, fresh = ranks_of(group), not ((once or self.warm_start) and hasattr(self, "coef_"))
         X = opened(X, comm, None if fresh else self.n_features_in_)
 
@@ -154,7 +156,14 @@ class _Linear(Parameters, BaseEstimator):  # type: ignore[misc]
         else:
             trainer.train(epochs.append)
             trainer.forget_rows()
-            if trainer.still_falls:
+            if trainer.is_worse_than_none:
+                warnings.warn(
+                    "the model is worse than the mean of the targets: scale the columns, so that"
+                    " they are of like size, lower eta0, or take solver='scd'",
+                    ConvergenceWarning,
+                    stacklevel=3,
+                )
+            elif trainer.still_falls:
                 other = ", or try another eta0 or solver='scd'" if settings.solver == "sgd" else ""
                 warnings.warn(
                     f"the loss was still falling after {settings.epochs} epochs by more than"

@@ -25,6 +25,9 @@ from sparcel.linear.training import make_trainer
 from sparcel.rows import Rows, Source, describe
 from sparcel.rows.rows import Array
 
+_STATE = 2
+"""The number of what the arrays of a checkpoint are; another one makes older ones unfit."""
+
 
 @dataclass
 class Fit:
@@ -112,7 +115,7 @@ class Fit:
         counts = gathered(self.comm, [len(rows), rows.nnz, rows.dimensions, sums], "checksums")
         settings = {**asdict(self.settings), "epochs": None}
         labels = None if classes is None else classes.tolist()
-        return json.dumps([describe(self.source), settings, counts, labels])
+        return json.dumps([_STATE, describe(self.source), settings, counts, labels])
 
     def _resume(self, file: Path, about: str, trainer: Trainer) -> None:
         """Go on from a checkpoint if rank 0 has one."""

@@ -24,7 +24,7 @@ T = TypeVar("T")
 _COLLECTED, _SCATTERED = Call.of("collected", {}), Call.of("scattered", {})
 
 
-class Whole(NamedTuple):
+class Totals(NamedTuple):
     """What the rows of all ranks have together.
 
     Attributes
@@ -138,7 +138,7 @@ def _bytes(rows: Array) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(rows).reshape(-1).view(np.uint8))
 
 
-def check_alike(examples: Examples, settings: Settings, comm: Communicator | None) -> Whole:
+def check_alike(examples: Examples, settings: Settings, comm: Communicator | None) -> Totals:
     """Return what the rows of all ranks have together; all ranks call.
 
     Raises
@@ -172,11 +172,11 @@ def check_alike(examples: Examples, settings: Settings, comm: Communicator | Non
             f"ranks must have the same settings, got {' and '.join(sorted(set(told)))}"
         )
     if settings.loss != "squared":
-        return Whole(float(sum(each)))
+        return Totals(float(sum(each)))
     shares = np.array(each) / sum(each)
     mean = float(shares @ np.array(means)) if settings.fit_intercept else 0.0
     distances = [*np.sqrt(shares) * spreads, *np.sqrt(shares) * (np.array(means) - mean)]
-    return Whole(float(sum(each)), mean, hypot(*distances) or abs(mean) or 1.0)
+    return Totals(float(sum(each)), mean, hypot(*distances) or abs(mean) or 1.0)
 
 
 def _moments(examples: Examples, weight: float) -> tuple[float, float]:

@@ -122,7 +122,8 @@ class Trainer(ABC):
         self, settings: Settings, comm: Communicator | None, clock: Stopwatch, spread: float
     ) -> None:
         self._settings, self._comm, self.clock = settings, comm, clock
-        self._tol = None if settings.tol is None else settings.tol * self._finer * spread**2
+        self._spread = spread
+        self._tol = None if settings.tol is None else settings.tol * self._finer * spread * spread
         self.epochs, self.losses = 0, list[float]()
 
     def train(
@@ -140,6 +141,12 @@ class Trainer(ABC):
         """Whether all epochs were used and the loss was still falling by more than ``tol``."""
         is_over = self.epochs >= self._settings.epochs
         return self._tol is not None and is_over and not self._stalls(_PATIENT_EPOCHS)
+
+    @property
+    def is_worse_than_none(self) -> bool:
+        """Whether a regression's loss is twice that of the model that predicts the mean."""
+        squared = self._settings.loss == "squared"
+        return squared and bool(self.losses) and self.losses[-1] > self._spread * self._spread
 
     def _stalls(self, patience: int) -> bool:
         """Tell whether the last ``patience`` losses are not ``tol`` below the lowest before."""

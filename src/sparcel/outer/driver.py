@@ -247,8 +247,9 @@ class Outer:
         self._visiting = False
         overlap = self._method.overlap
         if overlap and not isinstance(self._averager.comm, SimulatedCommunicator):
-            self._under_way = Job(self._attempt)
-            self._worker.submit(self._under_way.run)
+            attempt = Job(self._attempt)
+            self._worker.submit(attempt.run)
+            self._under_way = attempt
         else:  # a simulated rank has one thread
             self._under_way = _ended(self._attempt())
         self._ends = self._clock + overlap

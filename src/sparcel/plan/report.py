@@ -42,12 +42,13 @@ def sources(plan: Plan) -> str:
     methods: dict[str, list[str]] = {}
     for row in plan.rows:
         if (known := _recorded(plan, row)) is not None:
-            trained = f"{known.record}, {' to '.join(dict.fromkeys(known.commits))}"
+            seeds = ", one seed" if known.seeds == 1 else ""
+            trained = f"{known.record}, {' to '.join(dict.fromkeys(known.commits))}{seeds}"
             methods.setdefault(trained, []).append(row.method)
     told = "; ".join(f"{', '.join(names)}: {trained}" for trained, names in methods.items())
     return told and (
-        f"Recorded in benchmarks/results, at these commits, since which no method's rule has"
-        f" changed: {told}."
+        f"Recorded in benchmarks/results of the sources, at these commits, by rules that are"
+        f" today's: {told}."
     )
 
 

@@ -43,7 +43,7 @@ class TorchRendezvous(Rendezvous):
         Parameters
         ----------
         device
-            Where messages are to be. The CPU: they go over Gloo and the mesh, for groups with NCCL
+            Where messages are to be. The CPU: they go over the mesh, for groups with NCCL
             too. Otherwise they go over NCCL if the group has it, from this GPU, or from the one
             that is current now.
 

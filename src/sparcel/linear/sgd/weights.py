@@ -182,15 +182,14 @@ class Weights:
             self.rows[:, self.width : 2 * self.width] = np.asarray(coordinates) != 0
 
     def begin(self, mean: float, spread: float) -> None:
-        """Learn what the targets are like, unless steps were taken before.
+        """Learn what the targets of the rows to come are like.
 
         A new model's intercept begins at their mean. Their spread is the unit of AdaGrad's steps,
-        whose lengths do not depend on the gradient's.
+        whose lengths do not depend on the gradient's. A model that goes on keeps the largest.
         """
-        if self.steps == 0:
-            self.spread = spread
-            if self.fits_intercept and not (self.intercept.any() or self.rows.any()):
-                self.intercept[:] = mean
+        self.spread = spread if self.steps == 0 else max(self.spread, spread)
+        if self.fits_intercept and not (self.steps or self.intercept.any() or self.rows.any()):
+            self.intercept[:] = mean
 
     def sized(self, dimensions: int) -> Self:
         """Return a new model of other dimensions, with the same settings."""
