@@ -243,7 +243,7 @@ def merge_two(problem: Problem, one: Sequence[int], other: Sequence[int]) -> Ite
         yield Work("add", problem.size)
         return
     yield Work("merge", sum(entries))
-    yield from _made_dense(problem, problem.entries([*one, *other]), problem.size)
+    yield from made_dense(problem, problem.entries([*one, *other]), problem.size)
 
 
 def merge_all(problem: Problem, start: int, stop: int) -> Iterator[Stage]:
@@ -252,10 +252,9 @@ def merge_all(problem: Problem, start: int, stop: int) -> Iterator[Stage]:
     It takes twice as long as merging as many entries of two streams.
     """
     yield Work("merge", 2 * problem.ranks * problem.entries([problem.rank], start, stop))
-    yield from _made_dense(problem, problem.entries(problem.everyone, start, stop), stop - start)
 
 
-def _made_dense(problem: Problem, entries: float, size: int) -> Iterator[Stage]:
+def made_dense(problem: Problem, entries: float, size: int) -> Iterator[Stage]:
     """Yield the work of making a sum dense, where it is smaller so."""
     if problem.is_dense(entries, size):
         yield Work("add", size)

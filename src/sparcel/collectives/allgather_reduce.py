@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sparcel.ops import SUM, Op
-from sparcel.stages import Problem, Stage, Work, gather_stages, merge_all
+from sparcel.stages import Problem, Stage, Work, gather_stages, made_dense, merge_all
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire, collective
 
@@ -29,3 +29,4 @@ def stages(problem: Problem) -> Iterator[Stage]:
     yield Work("encode", blocks[problem.rank])
     yield from gather_stages(blocks, problem.rank, problem.most_bytes(problem.k))
     yield from merge_all(problem, 0, problem.size)
+    yield from made_dense(problem, problem.entries(problem.everyone), problem.size)

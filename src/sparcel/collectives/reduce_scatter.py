@@ -11,7 +11,7 @@ from torch import Tensor
 from sparcel import patterns
 from sparcel.formats import Expected
 from sparcel.ops import SUM, Op
-from sparcel.stages import Exchange, Problem, Stage, Work, copied, merge_all
+from sparcel.stages import Exchange, Problem, Stage, Work, copied, made_dense, merge_all
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire, collective
 
@@ -107,7 +107,7 @@ def sum_regions_stages(problem: Problem) -> Iterator[Stage]:
 
 def stages(problem: Problem, boundaries: Sequence[int] | None = None) -> Iterator[Stage]:
     """Yield the stages of `reduce_regions`, or of `reduce_scatter` if ``boundaries`` is None."""
-    boundaries = boundaries or problem.regions
+    becomes_dense, boundaries = boundaries is None, boundaries or problem.regions
     rank, ranks = problem.rank, problem.ranks
 
     def slice_of(sender: int, owner: int) -> float:
@@ -122,3 +122,5 @@ def stages(problem: Problem, boundaries: Sequence[int] | None = None) -> Iterato
         yield Work("encode", max(*sends, *receives), times=ranks)
         yield Exchange("rotate", sends, receives)
     yield from merge_all(problem, start, stop)
+    if becomes_dense:
+        yield from made_dense(problem, problem.entries(problem.everyone, start, stop), stop - start)

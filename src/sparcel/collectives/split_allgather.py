@@ -42,7 +42,7 @@ def split_allgather(
 def stages(problem: Problem) -> Iterator[Stage]:
     """Yield the stages of `split_allgather`."""
     everyone, ranges = problem.everyone, list(pairwise(problem.regions))
-    yield from reduce_scatter_stages(problem)
+    yield from reduce_scatter_stages(problem, problem.regions)
     blocks = [problem.region_message(everyone, lo, hi) for lo, hi in ranges]
     at_most = max(problem.most_bytes(problem.k * problem.ranks, hi - lo) for lo, hi in ranges)
     total = problem.entries(everyone)

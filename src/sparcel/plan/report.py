@@ -47,8 +47,8 @@ def sources(plan: Plan) -> str:
             methods.setdefault(trained, []).append(row.method)
     told = "; ".join(f"{', '.join(names)}: {trained}" for trained, names in methods.items())
     return told and (
-        f"Recorded in benchmarks/results of the sources, at these commits, by rules that are"
-        f" today's: {told}."
+        "Recorded in benchmarks/results of the sources, at these commits, whose rules are those of"
+        f" today: {told}."
     )
 
 
