@@ -22,7 +22,7 @@ from tests.ddp.models import MANY_BUCKETS
 from tests.evenly import attach_evenly
 from tests.fsdp.models import mesh_of
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 class Broke(TopK):
