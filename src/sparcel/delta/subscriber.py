@@ -99,17 +99,26 @@ class Update:
         Raises
         ------
         VersionError
-            If the subscriber has gone on since, so that its weights have other values.
+            If the subscriber has gone on since, so that its weights have other values. The iterator
+            raises it, too, if that happens before its end.
         """
+        self._check_current()
+        now = self._subscriber.tensors
+        told = whole_changes(now, now) if self._steps is None else changes_of(self._steps, now)
+        return self._while_current(told)
+
+    def _while_current(self, changes: Iterator[Change]) -> Iterator[Change]:
+        self._check_current()
+        for change in changes:
+            yield change
+            self._check_current()
+
+    def _check_current(self) -> None:
         if self._moves != self._subscriber._moves:
             raise VersionError(
                 f"the subscriber has left version {self.version}, whose values cannot be told any"
                 " more; take the changes of an update before the next one"
             )
-        now = self._subscriber.tensors
-        if self._steps is not None:
-            return changes_of(self._steps, now)
-        return whole_changes(now, now)
 
 
 @dataclass
