@@ -286,7 +286,7 @@ def _check(path: Path, found: os.stat_result, most: int | None = None) -> None:
         kind = _KINDS.get(stat.S_IFMT(found.st_mode), "device")
         raise FormatError(f"{path} is a {kind}, where a file should be; remove it")
     if most is not None and found.st_size > most:
-        raise FormatError(f"{path} has {found.st_size} bytes, and at most {most} can be; remove it")
+        raise FormatError(f"{path} has {found.st_size} bytes, and at most {most} can be read")
 
 
 _KINDS = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}

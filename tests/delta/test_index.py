@@ -97,6 +97,14 @@ def test_a_way_leads_there_with_the_fewest_bytes(
         assert all(after.base == before.version for before, after in pairwise(way))
 
 
+def test_few_of_many_whole_models_are_told() -> None:
+    entries = [entry(None, Version(number, 0), 9) for number in range(300)]
+    with pytest.raises(
+        VersionError, match=r"the newest whole models are of versions 299, 298, 297"
+    ):
+        Index(tuple(entries)).way(None, without=entries[-1].names)
+
+
 @given(published(), st.integers(0, 9))
 def test_nobody_within_the_lag_is_stranded(steps: list[list[Entry]], lag: int) -> None:
     """Whoever has one of the last versions goes on by deltas, if there were any, and can go back.

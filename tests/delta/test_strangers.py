@@ -129,6 +129,22 @@ def test_answers_of_a_web_server_end(way: str, error: str) -> None:
     assert SECRET not in "".join(traceback.format_exception(raised.value))
 
 
+def test_a_place_that_tells_nothing_while_it_copies(tmp_path: Path) -> None:
+    """What is too long is refused, at best before it is copied."""
+    pytest.importorskip("fsspec")
+    with (tmp_path / INDEX).open("wb") as file:
+        file.truncate(indices._MOST_BYTES + 1)
+    store = remote.Remote(f"file://{tmp_path}")
+    for size in (indices._MOST_BYTES + 1, None):
+        with (
+            patch.object(store._files, "size", return_value=size),
+            patch.object(store._files, "get_file", wraps=store._files.get_file) as copying,
+            pytest.raises(FormatError, match=r"index.json is longer than the"),
+        ):
+            read_index(store)
+        assert copying.called == (size is None)
+
+
 class Signed(SimpleHTTPRequestHandler):
     """A web server that answers to a signature and to a login."""
 

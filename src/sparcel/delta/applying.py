@@ -298,8 +298,9 @@ def check_together(chunks: list[Chunk]) -> None:
         last = [chunk.part for chunk in shards[shard] if chunk.last]
         if not there or there != list(range(len(there))) or last != there[-1:]:
             raise VersionError(
-                f"version {first.target} is not whole: of shard {shard} there are chunks {there},"
-                f" and the last one is {last}; fetch it again"
+                f"version {first.target} is not whole: of shard {shard} there are {len(there)}"
+                f" chunks, of which the first are {there[:3]}, and the last one is {last[:3]};"
+                " fetch it again"
             )
     pieces = Counter(p for chunk in chunks if chunk.code != "removed" for p in chunk.pieces)
     counts: Counter[str] = Counter()

@@ -150,11 +150,12 @@ class Index:
     def _no_way(self, since: Version | None, wanted: Version, without: Collection[str]) -> str:
         start = "nothing" if since is None else f"version {since}"
         anchors = [entry.version.number for entry in self.entries if entry.kind == "anchor"]
+        newest = ", ".join(few(sorted(anchors, reverse=True))) or "none"
         torn = f"; {', '.join(few(sorted(without)))} cannot be read" if without else ""
         return (
-            f"no files lead from {start} to version {wanted}: there are whole models of versions"
-            f" {anchors}{torn}; wait for the next whole model, or restart the publisher, which"
-            " publishes one"
+            f"no files lead from {start} to version {wanted}: the newest whole models are of"
+            f" versions {newest}{torn}; wait for the next whole model, or restart the publisher,"
+            " which publishes one"
         )
 
 

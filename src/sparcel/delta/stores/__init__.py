@@ -59,9 +59,14 @@ def read_at_most(store: Store, name: str, most: int) -> memoryview:
     if isinstance(store, DoubtedStore):
         return store.read_at_most(name, most)
     data = store.read(name)
-    if len(data) > most:
-        raise FormatError(f"{name} is longer than the {most} bytes that it may have")
+    check_length(name, len(data), most)
     return data
+
+
+def check_length(name: str, length: int, most: int | None) -> None:
+    """Raise FormatError if a file has more than ``most`` bytes."""
+    if most is not None and length > most:
+        raise FormatError(f"{name} is longer than the {most} bytes that it may have")
 
 
 def store_at(place: Store | str | os.PathLike[str]) -> Store:

@@ -13,8 +13,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from sparcel._files import read_whole
+from sparcel.delta.stores import check_length
 from sparcel.errors import (
-    FormatError,
     InputError,
     MissingDependencyError,
     SparcelError,
@@ -107,8 +107,13 @@ class Remote:
         """
         with tempfile.NamedTemporaryFile() as copy:
             with self._telling(f"{name} cannot be read from"), self._in_turn:
+                # Others may copy without a word of how much has come, as ``file://`` does.
+                if most is not None and not self._files.async_impl:
+                    check_length(name, self._files.size(self._at(name)) or 0, most)
                 self._files.get_file(self._at(name), copy.name, callback=_watching(name, most))
-            return read_whole(Path(copy.name))
+            data = read_whole(Path(copy.name))
+        check_length(name, len(data), most)
+        return data
 
     def check_found(self) -> None:
         """Raise InputError if there is no place in which the folder could appear, as no bucket.
@@ -266,8 +271,7 @@ def _watching(name: str, most: int | None) -> Any:
 
         def relative_update(self, inc: int = 1) -> None:
             self.read += inc
-            if most is not None and self.read > most:
-                raise FormatError(f"{name} is longer than the {most} bytes that it may have")
+            check_length(name, self.read, most)
             if time.monotonic() - begin > _SECONDS + self.read / _SLOWEST:
                 raise OSError(
                     f"{self.read} bytes of {name} came in {time.monotonic() - begin:.0f} s"
