@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DataParallel
 from torch.nn.utils.parametrizations import weight_norm
+from torch.optim.swa_utils import AveragedModel
 
 from sparcel.delta import Change, Publisher, Subscriber, apply_, assign_, encode
 from sparcel.errors import InputError, VersionError
@@ -143,6 +144,48 @@ def test_names_that_one_side_lacks_are_refused_unless_they_may(tmp_path: Path, o
     subscriber.verify()
     assert same(given, version)
     assert all(given[name] is held[name] for name in held.keys() & version.keys())
+
+
+@pytest.mark.parametrize("trained", [{"module.w", "head.w"}, {"module.w", "module.b"}])
+def test_names_that_a_version_has_stay_as_they_are(tmp_path: Path, trained: set[str]) -> None:
+    """Those of whoever follows a part whose names all begin with what wrappers put there, too."""
+    version = {name: torch.ones(2) for name in trained}
+    publisher, own = Publisher(tmp_path), Subscriber(tmp_path)
+    publisher.publish(version)
+    ours, mirror = ({"module.w": torch.zeros(2)} for _ in range(2))
+    held = ours["module.w"]
+    subscriber = Subscriber(tmp_path, ours, partial=True)
+    for _ in range(2):
+        subscriber.update()
+        subscriber.verify()
+        update = own.update()
+        assert update is not None
+        assign_(mirror, update.changes(), partial=True)
+        assert ours["module.w"] is held
+        assert torch.equal(held, version["module.w"])
+        assert same(mirror, {"module.w": held})
+        version["module.w"][1] += 1
+        publisher.publish(version)
+    subscriber.reload()
+    assert torch.equal(held, version["module.w"])
+
+
+def test_a_name_that_may_be_either_is_refused() -> None:
+    changes = [Change.whole(name, torch.ones(2)) for name in ("w", "module.w")]
+    with pytest.raises(InputError, match=r"'w' and 'module.w' both change"):
+        assign_({"module.w": torch.zeros(2)}, changes, partial=True)
+
+
+def test_an_averaged_model_is_the_model(tmp_path: Path) -> None:
+    """What the average counts is no tensor of the model, on either side."""
+    trainer, server = AveragedModel(net(0)), AveragedModel(net(1))
+    Publisher(tmp_path).publish(trainer)
+    own = Subscriber(tmp_path)
+    for subscriber in (own, Subscriber(tmp_path, server), Subscriber(tmp_path, net(2))):
+        subscriber.update()
+        subscriber.verify()
+    assert own.tensors.keys() == net(0).state_dict().keys()
+    assert same(dict(server.module.state_dict()), dict(trainer.module.state_dict()))
 
 
 def test_parametrisations_are_told_plainly(tmp_path: Path) -> None:

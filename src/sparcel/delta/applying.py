@@ -28,7 +28,7 @@ from sparcel.delta.encoding import in_pool, in_threads
 from sparcel.delta.parts import Part, Weights, memory_of, owners, parts_of, tensors_of
 from sparcel.delta.writable import check_writable
 from sparcel.errors import InputError, VersionError, few, shown
-from sparcel.training.names import model_name
+from sparcel.training.names import model_names
 
 Chunks: TypeAlias = Iterable[bytes | memoryview | Chunk]
 Target: TypeAlias = nn.Module | MutableMapping[str, Tensor]
@@ -238,11 +238,13 @@ def prepare(target: Target, chunks: Chunks, since: Version | None = None) -> Pre
     """
     if isinstance(chunks, bytes | bytearray | memoryview):
         raise InputError("a version may have several chunks: pass a list of chunks")
-    tensors, module = tensors_of(target), isinstance(target, nn.Module)
-    parts = parts_of(tensors)
-    check_writable(parts, target)
+    module = isinstance(target, nn.Module)
     read = [one if isinstance(one, Chunk) else read_chunk(one) for one in chunks]
     check_together(read)
+    known = set() if module else {piece.name for chunk in read for piece in chunk.pieces}
+    tensors = tensors_of(target, known)
+    parts = parts_of(tensors)
+    check_writable(parts, target)
     base = read[0].base
     version = base.after(read[0].target, sum(chunk.sum for chunk in read))
     if since not in (None, base):
@@ -256,7 +258,7 @@ def prepare(target: Target, chunks: Chunks, since: Version | None = None) -> Pre
     _check_names(module, version, tensors.keys(), new.keys(), leaving)
     after = {name: tensor for name, tensor in tensors.items() if name not in leaving} | new
     ties = {a: name for chunk in read for a, name in chunk.ties.items() if name in after}
-    owner = owners(parts_of(after)) if ties else {}
+    owner = owners(parts_of(tensors_of(after, None))) if ties else {}
     apart = {alias: name for alias, name in ties.items() if owner.get(alias) != owner[name]}
     copies = {}
     if module:
@@ -403,11 +405,19 @@ def assign_(target: Weights, changes: Iterable[Change], *, partial: bool = False
         If a tensor has another dtype or shape, is there under none of its names, or is gone; what
         was written before stays. If the target has tensors that `apply_` refuses.
     """
-    parts = parts_of(target)
-    check_writable(parts, target)
+    given = parts_of(tensors_of(target, None))
+    check_writable(given, target)
+    parts = {name: given[own] for own, name in model_names(given).items()} | given
+    names: dict[str, str] = {}
     gone, found, unknown = set[str](), set[str](), dict[str, str]()
     for change in changes:
-        part = parts.get(change.name) or parts.get(model_name(change.name))
+        part = parts.get(change.name)
+        if part and names.setdefault(part.piece.name, change.name) != change.name:
+            raise InputError(
+                f"'{shown(names[part.piece.name])}' and '{shown(change.name)}' both change, and"
+                f" either may be '{shown(part.piece.name)}' of the weights; name tensors as the"
+                " version does, and pass another one that does not begin with 'module.'"
+            )
         if change.values is None:
             gone |= {part.piece.name} if part else set()
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias, TypeVar, cast
@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from sparcel.delta.bits import LAYOUTS, bits_of
 from sparcel.delta.pieces import CHUNK_BYTES, Piece, piece_of_shard, whole_piece
 from sparcel.errors import InputError, shown
-from sparcel.training.names import model_names
+from sparcel.training.names import model_names, unwrapped
 
 M = TypeVar("M", bound=Mapping[str, Tensor])
 
@@ -147,24 +147,30 @@ class _Unwrapped(MutableMapping[str, Tensor]):
         return len(self._tensors)
 
 
-def tensors_of(weights: nn.Module | M) -> MutableMapping[str, Tensor] | M:
+def tensors_of(
+    weights: nn.Module | M, known: Set[str] | None = frozenset()
+) -> MutableMapping[str, Tensor] | M:
     """Return the tensors of weights by the names that a model has before it is wrapped.
 
-    What is written to that of a mapping is written to the mapping. What a module has as extra state
+    Names come as from `model_names`, and stay so when what this returns is passed again. What is
+    written to that of a mapping is written to the mapping. What a module has as extra state
     is left out: it may be anything, and is made for each call, so it could be neither compared nor
     written element by element.
     """
     if isinstance(weights, nn.Module):
-        state = weights.state_dict()
-        kept = [name for name in state if name.rpartition(".")[2] != _EXTRA]
-        return {plain: state[name] for name, plain in model_names(kept).items()}
+        state = unwrapped(weights).state_dict()
+        kept = {name: one for name, one in state.items() if name.rpartition(".")[2] != _EXTRA}
+        return _Unwrapped(kept, model_names(kept, known))
+    if isinstance(weights, _Unwrapped):
+        return weights
     if not isinstance(weights, Mapping):
         kind = type(weights).__name__
         raise InputError(f"weights are a module, or a mapping of names to tensors, got {kind}")
-    plain = model_names(name for name in weights if isinstance(name, str))
-    if all(name == own for own, name in plain.items()):
+    names = [name for name in weights if isinstance(name, str)]
+    if all(name == own for own, name in model_names(names).items()):
         return weights
-    return _Unwrapped(cast("MutableMapping[str, Tensor]", weights), plain)
+    tensors = cast("MutableMapping[str, Tensor]", weights)
+    return _Unwrapped(tensors, model_names(names, known))
 
 
 def parts_of(weights: Weights) -> dict[str, Part]:

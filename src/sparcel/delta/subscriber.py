@@ -187,7 +187,8 @@ class Subscriber:
     ) -> None:
         self.version: Version | None = None
         self._store = store_at(store)
-        self._target: Target = {} if tensors is None else tensors
+        self._weights: Target = {} if tensors is None else tensors
+        self._target = self._weights
         self._given: dict[str, Tensor] = {}
         if not isinstance(self._target, nn.Module):
             self._target = tensors_of(self._target)
@@ -315,6 +316,9 @@ class Subscriber:
             found = version_of(tensors, entry.version.number)
             if found != entry.version:
                 raise FormatError(f"{entry.names[0]} holds {found} instead of {entry.version}")
+            if not self._moves and not isinstance(self._weights, nn.Module):
+                self._target = tensors_of(self._weights, tensors.keys())
+                self._given = dict(self._target) if self._given else {}
             whole = Whole(entry.version, tensors, self._target, self._given, self._is_strict)
             return Ready(entry, self, self.version, whole)
         chunks = [read_chunk(chunk) for file in files for chunk in file.chunks()]

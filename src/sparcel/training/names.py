@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from sparcel.errors import InputError, shown
 
@@ -21,11 +25,26 @@ def model_name(name: str) -> str:
     return name
 
 
-def model_names(names: Iterable[str]) -> dict[str, str]:
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model without wrappers around it, which may have tensors of their own."""
+    while isinstance(model, DistributedDataParallel | DataParallel | AveragedModel):
+        model = model.module
+    return model
+
+
+def model_names(names: Iterable[str], known: Set[str] | None = frozenset()) -> dict[str, str]:
     """Return for each name of a model's tensors the one before the model or parts are wrapped.
 
     ``module.`` is taken off where all names begin with it. So the names of a model that has one
     child of this name lose it, too, which hurts nobody who takes wrappers off on both sides.
+
+    Parameters
+    ----------
+    names
+        Of the model's tensors.
+    known
+        The other side's names, which may be of more tensors: ``module.`` stays if it is in a name
+        that both sides have. None if it stays anyway.
 
     Raises
     ------
@@ -33,7 +52,12 @@ def model_names(names: Iterable[str]) -> dict[str, str]:
         If several names become one.
     """
     plain = {name: model_name(name) for name in names}
-    while plain and all(name.startswith(_PREFIX) for name in plain.values()):
+    while (
+        plain
+        and known is not None
+        and known.isdisjoint(plain.values())
+        and all(name.startswith(_PREFIX) for name in plain.values())
+    ):
         plain = {name: found.removeprefix(_PREFIX) for name, found in plain.items()}
     own: dict[str, str] = {}
     for name, found in plain.items():
