@@ -129,12 +129,20 @@ def test_names_that_one_side_lacks_are_refused_unless_they_may(tmp_path: Path, o
         assert same(given, version)
         publisher.publish({"a": torch.ones(3)})
         if ours:
-            with pytest.raises(VersionError, match="'b' is missing in the version"):
+            with pytest.raises(
+                VersionError, match="the weights have 'b' and 1 more that the version lacks; begin"
+            ):
                 subscriber.update()
             assert same(given, version)
         return
-    lacking = sorted(set("abc") ^ set(ours))
-    with pytest.raises(VersionError, match=re.escape(f"{lacking[:3]}") + ".*partial=True"):
+    extra, lacking = set(ours) - set("abc"), sorted(set("abc") - set(ours))
+    told = [f"have '{name}' that the version lacks" for name in extra]
+    more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+    told += [f"lack '{name}'{more}" for name in lacking[:1]]
+    version = {name: tensor + 1 for name, tensor in version.items()}
+    publisher.publish(version)
+    expected = re.escape(f"the weights {', and '.join(told)}; begin") + ".*partial=True"
+    with pytest.raises(VersionError, match=f"version 0 .*, on the way to version 1 .*{expected}"):
         subscriber.update()
     with pytest.raises(InputError, match="update first"):
         subscriber.verify()

@@ -29,11 +29,12 @@ class Whole:
         target: Target,
         given: Mapping[str, Tensor],
         strict: bool,
+        newest: Version,
     ) -> None:
         check_writable(parts_of(target), target)
         self.waits = True
         self._tensors, self._target, self._there = tensors, target, _memory(target)
-        self._places = check_places(version, tensors, target, given, strict)
+        self._places = check_places(version, tensors, target, given, strict, newest)
         parts = untied(parts_of(self._places)).items()
         self._written = {n: part for n, part in parts if self._places[n] is not tensors[n]}
 
@@ -60,10 +61,12 @@ def check_places(
     target: Weights,
     given: Mapping[str, Tensor],
     strict: bool,
+    newest: Version,
 ) -> dict[str, Tensor]:
     """Return for each tensor of a version the target's tensor that takes its values.
 
-    It is the version's own tensor where the target has none. Tied ones are one tensor.
+    It is the version's own tensor where the target has none. Tied ones are one tensor. Errors also
+    name the version ``newest``, to which the other one is a step.
 
     Raises
     ------
@@ -96,11 +99,12 @@ def check_places(
         wrong |= {name for name in theirs if there[name] not in first}
         wrong |= {name for name in ours if here[name] not in taken}
     if wrong:
+        on_the_way = "" if newest == version else f", on the way to version {newest},"
         partly = "" if is_module else ", or with partial=True, if one side may have fewer tensors"
         raise VersionError(
-            f"version {version} has other tensors than the weights given, or ties others:"
-            f" {few(sorted(wrong))}; {_difference(min(wrong, key=_plainly), theirs, ours)}; begin"
-            f" with weights that have its tensors and ties, or without any{partly}"
+            f"version {version}{on_the_way} has other tensors than the weights given, or ties"
+            f" others: {_difference(sorted(wrong, key=_plainly), theirs, ours)}; begin with weights"
+            f" that have its tensors and ties, or without any{partly}"
         )
     return places
 
@@ -114,21 +118,34 @@ def _kind(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def _difference(name: str, theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> str:
-    """Say how a version's tensor differs from the target's tensor of the same name."""
-    if name not in theirs or name not in ours:
-        there, lacking = ("version", "weights") if name in theirs else ("weights", "version")
-        told = f"'{shown(name)}' is missing in the {lacking}"
-        if _PARAMETRISED in name:
-            told += (
-                f", because a parametrisation in the {there} computes a tensor from it; do"
-                " remove_parametrizations() there, or register the same ones on both sides"
+def _difference(
+    wrong: Sequence[str], theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]
+) -> str:
+    """Say which tensors one side lacks, or else how the first one differs."""
+    extra = [name for name in wrong if name not in theirs]
+    lacking = [name for name in wrong if name not in ours]
+    if extra or lacking:
+        told = [f"have {_first_of(extra)} that the version lacks"] if extra else []
+        told += [f"lack {_first_of(lacking)}"] if lacking else []
+        why = ""
+        if _PARAMETRISED in (name := wrong[0]):
+            there = "version" if name in theirs else "weights"
+            why = (
+                f", because a parametrisation in the {there} computes a tensor from"
+                f" '{shown(name)}'; do remove_parametrizations() there, or register the same ones"
+                " on both sides"
             )
-        return told
+        return f"the weights {', and '.join(told)}{why}"
+    name = wrong[0]
     if _kind(theirs[name]) != _kind(ours[name]):
         return f"'{shown(name)}' is {_kind(theirs[name])} there, and {_kind(ours[name])} here"
     tied, here = (_tied_to(name, those) or "none" for those in (theirs, ours))
     return f"'{shown(name)}' is tied to {tied} there, and to {here} here"
+
+
+def _first_of(names: Sequence[str]) -> str:
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"'{shown(names[0])}'{others}"
 
 
 def _tied_to(name: str, tensors: Mapping[str, Tensor]) -> list[str]:

@@ -249,7 +249,7 @@ class Subscriber:
         missed = 0
         while way := self._index().way(self.version, to, passed_by):
             try:
-                return self._read(way[0])
+                return self._read(way[0], way[-1].version)
             except FileNotFoundError:  # it was pruned after the index was read, or is lost
                 missed += 1
                 if missed >= _TRIES:
@@ -300,8 +300,8 @@ class Subscriber:
                 " written to them; reload() begins anew"
             )
 
-    def _read(self, entry: Entry) -> Ready:
-        """Read and check a delta or a whole model."""
+    def _read(self, entry: Entry, newest: Version) -> Ready:
+        """Read and check a delta or a whole model, on the way to the version ``newest``."""
         files, left = [], min(entry.bytes, self._most_bytes())
         for name in entry.names:
             data = read_at_most(self._store, name, left)
@@ -319,7 +319,9 @@ class Subscriber:
             if not self._moves and not isinstance(self._weights, nn.Module):
                 self._target = tensors_of(self._weights, tensors.keys())
                 self._given = dict(self._target) if self._given else {}
-            whole = Whole(entry.version, tensors, self._target, self._given, self._is_strict)
+            whole = Whole(
+                entry.version, tensors, self._target, self._given, self._is_strict, newest
+            )
             return Ready(entry, self, self.version, whole)
         chunks = [read_chunk(chunk) for file in files for chunk in file.chunks()]
         with failing_as_file(entry.names):
@@ -334,7 +336,12 @@ class Subscriber:
         prepared = prepare(self._target, chunks, self.version)
         if self._given:
             check_places(
-                entry.version, prepared.tensors, self._target, self._given, self._is_strict
+                entry.version,
+                prepared.tensors,
+                self._target,
+                self._given,
+                self._is_strict,
+                newest,
             )
         return Ready(entry, self, self.version, prepared)
 
