@@ -24,7 +24,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel.delta import Folder, Publisher, Subscriber, apply_, encode, read_index, store_at
+from sparcel.delta import Folder, Publisher, Subscriber, apply_, encode, files, read_index, store_at
 from sparcel.delta import index as indices
 from sparcel.delta.chunk import read_chunk
 from sparcel.delta.files import File, delta_file
@@ -280,6 +280,27 @@ def test_a_header_has_few_brackets() -> None:
     named = {"[" * (1 << 17) + name: torch.zeros(1)}
     with pytest.raises(InputError, match=r"with \d+ brackets, and may take \d+ with 131072"):
         list(encode(named, {}))
+
+
+def test_what_would_take_much_memory_is_not_parsed(tmp_path: Path) -> None:
+    text = b"[" + b"[]," * (1 << 18) + b"[]]"
+    Publisher(tmp_path).publish({"a": torch.ones(1)})
+    (tmp_path / INDEX).write_bytes(text)
+    with patch("json.loads") as parsed:
+        with pytest.raises(FormatError, match=r"the index of .* has 262146 brackets in"):
+            read_index(tmp_path)
+        with pytest.raises(FormatError, match=r"x has a wrong header.* has 262146 brackets in"):
+            File(len(text).to_bytes(8, "little") + text, "x")
+    assert not parsed.called
+
+
+def test_as_many_tensors_as_a_model_has_are_read() -> None:
+    """With names and shapes as short as can be, where brackets are most of a header."""
+    count = 50_000
+    header = files._header({str(i): ("F32", (), 4) for i in range(count)}, {})
+    assert len(File(header + bytes(4 * count), "x")._tensors) == count
+    with pytest.raises(InputError, match="few brackets"):
+        files._header({"[" * (1 << 18): ("F32", (), 4)}, {})
 
 
 @given(st.lists(st.text("ab/", min_size=1, max_size=3), unique=True, max_size=5), st.integers(0, 9))

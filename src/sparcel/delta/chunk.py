@@ -222,6 +222,21 @@ def _nested(text: bytes) -> int:
     return text.count(b"[") + text.count(b"{")
 
 
+def is_too_nested(text: bytes) -> bool:
+    """Tell whether a list of files or tensors has more brackets than `loads` takes.
+
+    A tensor has three in at least 48 bytes, and a file fewer; names may have some more.
+    """
+    return _nested(text) > _MOST_NESTED + len(text) // 16
+
+
+def loads(text: bytes) -> Any:
+    """Parse a list of files or tensors, or raise ValueError if it would take too much memory."""
+    if is_too_nested(text):
+        raise ValueError(f"it has {_nested(text)} brackets in {len(text)} bytes")
+    return json.loads(text)
+
+
 def _parsed(header: dict[str, Any], rest: memoryview) -> Chunk:
     layout = NAMED[header["dtype"]]
     if header["code"] not in CHUNK_CODES:

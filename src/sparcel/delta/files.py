@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparcel.delta.bits import LAYOUTS
-from sparcel.delta.chunk import Version, malformed, whole
+from sparcel.delta.chunk import Version, is_too_nested, loads, malformed, whole
 from sparcel.delta.parts import Part, parts_of, ties_of, untied
 from sparcel.delta.pieces import MOST_DIMS
 from sparcel.errors import FormatError, InputError, few, shown
@@ -116,7 +116,7 @@ class File:
             ties = self.metadata["ties"]
             if int(self.metadata["ties_crc"], 16) != crc32(ties.encode()):
                 raise ValueError("their checksum does not match")
-            tensors |= {alias: tensors[name] for alias, name in json.loads(ties).items()}
+            tensors |= {alias: tensors[name] for alias, name in loads(ties.encode()).items()}
         return tensors
 
     def version(self, which: str = "version") -> Version:
@@ -129,7 +129,7 @@ class File:
         if len(self._data) < 8 or length > min(_MOST_HEADER, len(self._data) - 8):
             raise FormatError(f"{self.name} is torn, or no safetensors file")
         with malformed(f"{self.name} has a wrong header"):
-            header = json.loads(bytes(self._data[8 : 8 + length]))
+            header = loads(bytes(self._data[8 : 8 + length]))
             for name, one in header.items():
                 if name != METADATA:
                     _check(one)
@@ -174,9 +174,9 @@ def _header(
         begin += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > _MOST_HEADER:
+    if len(text) > _MOST_HEADER or is_too_nested(text):
         raise InputError(
             f"the names of {len(tensors)} tensors take {len(text)} bytes in a safetensors file,"
-            f" which holds at most {_MOST_HEADER}; shorten them"
+            f" which holds at most {_MOST_HEADER} and few brackets; shorten them"
         )
     return len(text).to_bytes(8, "little") + text

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sparcel.delta.chunk import Version, malformed, whole
+from sparcel.delta.chunk import Version, is_too_nested, loads, malformed, whole
 from sparcel.delta.stores import DoubtedStore, Store, read_at_most, store_at
 from sparcel.errors import InputError, VersionError, few
 
@@ -184,7 +184,7 @@ def index_in(store: Store) -> Index:
         return Index()
     way_out = f"restore {INDEX} from a copy, or publish to an empty place"
     with malformed(f"the index of {store} is wrong", way_out):
-        told = json.loads(text)
+        told = loads(text)
         if told["format"] != _FORMAT:
             raise ValueError(f"format {told['format']!r} instead of {_FORMAT!r}")
         return Index(tuple(_entry(one) for one in told["entries"]), str(told["writer"]))
@@ -195,7 +195,7 @@ def write_index(store: Store, index: Index) -> None:
     entries = [vars(entry) for entry in index.entries]
     told = {"format": _FORMAT, "writer": index.writer, "entries": entries}
     text = json.dumps(told, indent=1, default=Version.stated).encode()
-    if len(text) > _MOST_BYTES:
+    if len(text) > _MOST_BYTES or is_too_nested(text):
         raise InputError(
             f"the index would take {len(text)} bytes, of which readers take {_MOST_BYTES}; let"
             " fewer processes publish, or lower lag or anchor_every"
