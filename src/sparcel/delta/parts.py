@@ -10,12 +10,14 @@ from typing import TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.optim.swa_utils import AveragedModel
 
 from sparcel.delta.bits import LAYOUTS, bits_of
 from sparcel.delta.pieces import CHUNK_BYTES, Piece, piece_of_shard, whole_piece
 from sparcel.errors import InputError, shown
-from sparcel.training.names import model_names, unwrapped
+from sparcel.training.names import model_names
 
 M = TypeVar("M", bound=Mapping[str, Tensor])
 
@@ -153,12 +155,12 @@ def tensors_of(
     """Return the tensors of weights by the names that a model has before it is wrapped.
 
     Names come as from `model_names`, and stay so when what this returns is passed again. What is
-    written to that of a mapping is written to the mapping. What a module has as extra state
-    is left out: it may be anything, and is made for each call, so it could be neither compared nor
-    written element by element.
+    written to that of a mapping is written to the mapping. What a module has as extra state is left
+    out: it may be anything, and is made for each call, so it could be neither compared nor written
+    element by element.
     """
     if isinstance(weights, nn.Module):
-        state = unwrapped(weights).state_dict()
+        state = _unwrapped(weights).state_dict()
         kept = {name: one for name, one in state.items() if name.rpartition(".")[2] != _EXTRA}
         return _Unwrapped(kept, model_names(kept, known))
     if isinstance(weights, _Unwrapped):
@@ -171,6 +173,13 @@ def tensors_of(
         return weights
     tensors = cast("MutableMapping[str, Tensor]", weights)
     return _Unwrapped(tensors, model_names(names, known))
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model without wrappers around it, which may have tensors of their own."""
+    while isinstance(model, DistributedDataParallel | DataParallel | AveragedModel):
+        model = model.module
+    return model
 
 
 def parts_of(weights: Weights) -> dict[str, Part]:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Set
 
-from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
-
 from sparcel.errors import InputError, shown
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -23,13 +19,6 @@ def model_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model without wrappers around it, which may have tensors of their own."""
-    while isinstance(model, DistributedDataParallel | DataParallel | AveragedModel):
-        model = model.module
-    return model
 
 
 def model_names(names: Iterable[str], known: Set[str] | None = frozenset()) -> dict[str, str]:
