@@ -30,7 +30,10 @@ void with_entries(const InOut& dense, const Input& indices, const Input& values,
                 outside = run(index, value, limit) < indices.size();
             });
         }
-        if (outside) throw nb::index_error("an index lies outside the dense vector, is out of order, or was changed meanwhile");
+        if (outside)
+            throw nb::index_error(
+                "an index lies outside the dense vector, is out of order, or was changed "
+                "meanwhile");
     });
 }
 
