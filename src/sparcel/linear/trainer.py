@@ -144,7 +144,7 @@ class Trainer(ABC):
 
     @property
     def is_worse_than_none(self) -> bool:
-        """Whether a regression's loss is twice that of the model that predicts the mean."""
+        """Whether a regression's loss is over twice that of predicting the mean of the targets."""
         squared = self._settings.loss == "squared"
         return squared and bool(self.losses) and self.losses[-1] > self._spread * self._spread
 

@@ -18,7 +18,7 @@ class Recorded(NamedTuple):
     record
         File of benchmarks/results that has them.
     commits
-        The first and the last that they were made with; the method's rule has not changed since.
+        The first and the last that they were made with, where the method's rule is that of today.
     seeds
         How many trainings on each task.
     points
