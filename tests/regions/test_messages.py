@@ -48,7 +48,7 @@ class Owner:
         self.arrived = {rank: list(sent[rank][ME]) for rank in range(RANKS) if rank != ME}
 
     def _phase(self, density: float) -> Phase:
-        return phase(self.regions, ((self.regions.size, density),), self.format, 4)
+        return phase(self.regions, ((self.regions.size, density),), self.format, torch.float32)
 
     def collect(self, source: int, message: Tensor) -> Any:
         """Collect what arrived, where one message is another; leave the vector as it was."""

@@ -48,8 +48,10 @@ def test_no_step_exceeds_the_bounds_of_its_phases(
 ) -> None:
     case = Steps(4, 5000, kind=kind, format=format, returned=returned)
     regions, made = Regions.of(case.size, case.ranks), format_named(format)
-    up = phase(regions, ((case.size, 0.1),), made, 4)
-    down = phase(regions, ((case.size, 0.3 if returned is None else returned),), made, 4)
+    up = phase(regions, ((case.size, 0.1),), made, torch.float32)
+    down = phase(
+        regions, ((case.size, 0.3 if returned is None else returned),), made, torch.float32
+    )
     fused = format.startswith("packed:")
     for rank, one in enumerate(run(case, fused)):
         owners = [owner for owner in range(case.ranks) if owner != rank]

@@ -28,6 +28,9 @@ from sparcel.kernels.definitions.few_bits import scales_count as scales_count
 from sparcel.kernels.definitions.packing import packed_words as packed_words
 from sparcel.kernels.definitions.squares import CHUNK as CHUNK
 from sparcel.kernels.dispatch import by_device
+from sparcel.kernels.phase import Phase as Phase
+from sparcel.kernels.phase import Regions as Regions
+from sparcel.kernels.phase import Shares as Shares
 
 # One line a kernel, one column a type of device; callers choose nothing.
 topk = by_device(select.topk, cpu.topk)

@@ -1,6 +1,7 @@
 """Two exchanges: what ranks send of each region to its owner, and what the owners return."""
 
+from sparcel.kernels import Phase, Regions, Shares
 from sparcel.regions.exchange import exchange_regions, stages
-from sparcel.regions.layout import Phase, Regions, Shares, phase
+from sparcel.regions.layout import phase
 
 __all__ = ["Phase", "Regions", "Shares", "exchange_regions", "phase", "stages"]

@@ -10,10 +10,9 @@ from torch import Tensor
 from sparcel import kernels
 from sparcel._checks import finite_flag
 from sparcel.formats import Expected, Message
-from sparcel.kernels import Addition
+from sparcel.kernels import Addition, Phase
 from sparcel.ops import SUM
 from sparcel.profiling import timed
-from sparcel.regions.layout import Phase
 from sparcel.stream import SparseStream, all_of
 from sparcel.wire import Wire
 

@@ -21,11 +21,10 @@ from torch import Tensor
 
 from sparcel.comm import Call
 from sparcel.formats import Format
-from sparcel.kernels import Addition
+from sparcel.kernels import Addition, Phase
 from sparcel.patterns import rotation
 from sparcel.regions.by_streams import ByStreams
 from sparcel.regions.fused import Fused
-from sparcel.regions.layout import Phase
 from sparcel.stages import Exchange, Problem, Stage, Work
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire

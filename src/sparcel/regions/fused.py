@@ -11,8 +11,7 @@ from torch import Tensor
 from sparcel import _cpu
 from sparcel.errors import FormatError
 from sparcel.formats import Expected, FewBits, Format, Message
-from sparcel.kernels import Addition
-from sparcel.regions.layout import Phase
+from sparcel.kernels import Addition, Phase
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 

@@ -165,10 +165,10 @@ class Sparsifier(Scheme):
     ) -> Reduced:
         """Send shares of memory + gradient to the owners of regions, who return shares of sums."""
         costs, comm = request.costs, wire.comm
-        value_bytes = wide_dtype(gradient.dtype).itemsize
+        dtype = wide_dtype(gradient.dtype)
         regions = Regions.of(gradient.numel(), wire.size)
-        sending = phase(regions, up, wire.format, value_bytes)
-        returning = phase(regions, down, wire.format, value_bytes)
+        sending = phase(regions, up, wire.format, dtype)
+        returning = phase(regions, down, wire.format, dtype)
         costs.asked += min(sum(sending.expected), request.count(gradient.numel()))
         entered = self._memory.entered(
             gradient, request.divisor(comm), request.withheld, scale=request.scale
