@@ -184,8 +184,6 @@ class Sparsifier(Scheme):
             )
         costs.selected += returned.sent
         costs.magnitude += unless_void(returned.magnitude, returned.average.finite)
-        for coordinates in returned.applied:
-            self._memory.forget_velocity(coordinates)
         return Reduced(returned.average, None, entries=returned.entries)
 
     def _wire(self, comm: Communicator, size: int, k: int) -> Wire:
