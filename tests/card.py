@@ -209,7 +209,7 @@ def on_card() -> Iterator[torch.device]:
         return start(self, *plain[0], **plain[1])
 
     interpreter.GridExecutor.__call__ = unwrapped
-    device._pinned, device._copied = _as_it_is, _read
+    device._pinned, device._copied = _unpinned, _read
     device.GPUS.add(CARD)
     try:
         with interpreted():
@@ -230,8 +230,8 @@ def seen(tensor: Tensor) -> Tensor:
     return tensor.inner if isinstance(tensor, OnCard) else tensor
 
 
-def _as_it_is(host: Tensor) -> Tensor:
-    return host
+def _unpinned(shape: Any, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
 
 
 def _read(control: Tensor) -> Tensor:
