@@ -43,7 +43,7 @@ def padded(nbytes: int) -> int:
 
 def message_length(message: Tensor) -> int:
     """Return the bytes of a message, given at least its header, on the host."""
-    length: int = _LAYOUT.unpack_from(message.numpy())[-1]
+    length: int = _LAYOUT.unpack_from(message.numpy().data)[-1]
     return length
 
 

@@ -12,7 +12,7 @@ update = what all owners returned / P
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sparcel import device, kernels
 from sparcel._checks import finite_flag
-from sparcel.comm import Call
+from sparcel.comm import Call, Rows
 from sparcel.errors import FormatError
 from sparcel.formats import Expected, Format, message_length
 from sparcel.kernels import Addition, Phase
@@ -99,7 +99,7 @@ def exchange_regions(
 
 
 def _stream_of(
-    wire: Wire, returned: Sequence[Tensor], down: Phase, divisor: float, addition: Addition
+    wire: Wire, returned: Rows, down: Phase, divisor: float, addition: Addition
 ) -> SparseStream:
     """Return the average of what the owners returned as a stream, in the gradient's dtype."""
     regions, dtype = down.regions, addition.gradient.dtype
@@ -120,7 +120,7 @@ def _stream_of(
 
 def _fault(
     wire: Wire,
-    messages: Sequence[Tensor],
+    messages: Rows,
     phase: Phase,
     dtype: torch.dtype,
     owner: int | None = None,
