@@ -1,0 +1,133 @@
+"""Few bits a value, for kernels: how rows of values round, and how codes lie in words.
+
+A row shares a scale, or two; its values beyond the end are 0.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sparcel.kernels.definitions import few_bits
+
+_SMALLEST = tl.constexpr(few_bits.SMALLEST)
+_LARGEST = tl.constexpr(few_bits.LARGEST)
+
+
+@triton.jit
+def _rounded(scale, NARROW: tl.constexpr, UP: tl.constexpr):
+    """Return float32 scales, which bfloat16 can hold if they are to be ``NARROW``."""
+    if NARROW:
+        bits = scale.to(tl.int32, bitcast=True)
+        if UP:
+            bits += 0xFFFF
+        else:
+            bits += 0x7FFF + ((bits >> 16) & 1)
+        scale = (tl.minimum(bits >> 16, 0x7F7F) << 16).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def _sum_by_halves(rows, ROWS: tl.constexpr, LOG_WIDTH: tl.constexpr):
+    """Return the sums of rows; there are two numbers in each sum of Triton's, so no order."""
+    for i in tl.static_range(LOG_WIDTH):
+        rows = tl.sum(tl.reshape(rows, [ROWS, 2, 1 << (LOG_WIDTH - 1 - i)]), axis=1)
+    return tl.reshape(rows, [ROWS])
+
+
+@triton.jit
+def _two_means(magnitude, length, ROWS: tl.constexpr, LOG_WIDTH: tl.constexpr):
+    wide = magnitude.to(tl.float64)
+    count = length.to(tl.float64)
+    total = _sum_by_halves(wide, ROWS, LOG_WIDTH)
+    above = wide > (total / count)[:, None]
+    larger = tl.sum(above.to(tl.int32), axis=1).to(tl.float64)
+    upper = _sum_by_halves(tl.where(above, wide, 0.0), ROWS, LOG_WIDTH)
+    # Where none are larger, their sum is 0, and so is what takes the place of their mean.
+    high = upper / tl.maximum(larger, 1.0)
+    return ((total - upper) / (count - larger)).to(tl.float32), high.to(tl.float32), above
+
+
+@triton.jit
+def encode_rows(
+    x, length, random, BITS: tl.constexpr, ROWS: tl.constexpr, LOG_WIDTH: tl.constexpr,
+    STOCHASTIC: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """Return the codes (int32) of float32 rows, their scales, and which rows are finite.
+
+    ``length`` is how many values a row has, at least 1. Where it has one scale, that comes twice.
+    ``random`` has a number for each value if rounding is ``STOCHASTIC``. The kernel must be
+    compiled without fused operations: all products here are rounded.
+    """
+    LEVELS: tl.constexpr = 2 ** (BITS - 1) - 1
+    bits = x.to(tl.int32, bitcast=True)
+    largest_bits = tl.max(bits & 0x7FFFFFFF, axis=1)
+    finite = largest_bits < 0x7F800000
+    bits = tl.where(finite[:, None], bits, 0)  # a row that is not finite has the code 0
+    magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    negative = bits < 0
+    if BITS == 2 and not STOCHASTIC:
+        low, high, above = _two_means(magnitude, length, ROWS, LOG_WIDTH)
+        low = _rounded(low, NARROW, False)
+        high = _rounded(high, NARROW, False)
+        level = above.to(tl.int32)
+    else:
+        largest = tl.where(finite, largest_bits, 0).to(tl.float32, bitcast=True)
+        scale = _rounded(tl.minimum(largest, _LARGEST), NARROW, STOCHASTIC)
+        if not STOCHASTIC:
+            scale = tl.where(largest < _SMALLEST, 0.0, scale)
+        # Without a scale, any other number leads to the level 0.
+        divisor = tl.where(scale > 0, scale, 1.0)
+        if STOCHASTIC:
+            exact = tl.div_rn(magnitude, divisor[:, None]) * LEVELS
+            level = exact.to(tl.int32)
+            level += (random < exact - level.to(tl.float32)).to(tl.int32)
+        else:
+            inverse = tl.div_rn(tl.zeros_like(divisor) + LEVELS, divisor)
+            level = (magnitude * inverse[:, None] + 0.5).to(tl.int32)
+        level = tl.minimum(level, LEVELS)
+        negative = negative & (level > 0)
+        low, high = scale, scale
+    code = level | (negative.to(tl.int32) << (BITS - 1))
+    return code, tl.where(finite, low, float("nan")), tl.where(finite, high, float("nan")), finite
+
+
+@triton.jit
+def decode_rows(code, low, high, BITS: tl.constexpr, TWO_SCALES: tl.constexpr):
+    """Return the values of codes ``[ROWS, WIDTH]``, in float32; the second of two scales is for
+    odd codes.
+    """
+    LEVELS: tl.constexpr = 2 ** (BITS - 1) - 1
+    if TWO_SCALES:
+        magnitude = tl.where((code & 1) != 0, high[:, None], low[:, None])
+    else:
+        step = tl.div_rn(low, tl.zeros_like(low) + LEVELS)
+        magnitude = (code & LEVELS).to(tl.float32) * step[:, None]
+    # ``0 - x`` would lose the sign of zeros.
+    bits = magnitude.to(tl.int32, bitcast=True) ^ ((code > LEVELS).to(tl.int32) << 31)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_bits(scale, NARROW: tl.constexpr):
+    """Return the bits of scales of `encode_rows`, as int32; those of bfloat16 if ``NARROW``."""
+    bits = tl.where(scale == scale, scale.to(tl.int32, bitcast=True), 0x7FC00000)
+    if NARROW:
+        bits = bits >> 16
+    return bits
+
+
+@triton.jit
+def pack(code, BITS: tl.constexpr, WORD: tl.constexpr):
+    """Return codes in words of so many bits, as int32; the first code takes the lowest bits."""
+    EACH: tl.constexpr = WORD // BITS
+    codes = tl.reshape(code, [code.numel // EACH, EACH])
+    return tl.sum(codes << (tl.arange(0, EACH) * BITS)[None, :], axis=1)
+
+
+@triton.jit
+def unpack(words, BITS: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the codes ``[ROWS, WIDTH]`` of words, which are int32."""
+    shift = (tl.arange(0, WORD // BITS) * BITS)[None, :]
+    codes = (tl.reshape(words, [words.numel, 1]) >> shift) & (2**BITS - 1)
+    return tl.reshape(codes, [ROWS, WIDTH])
