@@ -16,7 +16,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from sparcel import device, ops
-from sparcel.kernels import Addition, gpu
+from sparcel.formats import format_named
+from sparcel.kernels import Addition, Regions, gpu
+from sparcel.kernels.gpu import _places, _selected
+from sparcel.regions import phase
 
 ARCHITECTURE = 90  # that of the H100
 
@@ -57,6 +60,15 @@ def call_all() -> None:
     for size in (10_000, 2**40):
         indices = torch.arange(300, dtype=torch.int32 if size < 2**31 else torch.int64)
         gpu.unpack_indices(gpu.pack_indices(indices, size), 300, size)
+    for name, shares in (("packed:4", 1), ("packed:2", 2)):
+        regions = Regions.of(memory.numel(), 3)
+        stops = tuple((regions.size * part // shares, 0.1) for part in range(1, shares + 1))
+        part = phase(regions, stops, format_named(name), torch.float32)
+        addition = Addition(memory, x, memory.clone(), 0.5)
+        left = _selected.enter(addition, part, 1, 7)
+        added = _places.add(addition.scratch, left.messages, part, 1)
+        _selected.take_own(addition.scratch, part, 1, 7, added.finite, added.magnitude)
+        _places.deliver(left.messages, part, 3.0, x)
 
 
 if __name__ == "__main__":

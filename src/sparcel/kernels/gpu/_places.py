@@ -1,0 +1,357 @@
+"""Reads messages of selected coordinates, on a GPU: what others sent, and what owners returned.
+
+Three kernels. The first checks the headers and counts the bits of bitmaps; the second turns packed
+indices into bitmaps of all coordinates, and finds what is wrong with them; the third reads values.
+A message that is not sound sets a flag, and whatever it holds, no kernel leaves its memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparcel.kernels.gpu import _region
+from sparcel.kernels.gpu._launch import launch
+from sparcel.kernels.gpu._region import (
+    INFINITE,
+    NON_FINITE,
+    add_last,
+    add_up,
+    bits_at,
+    layout,
+    length_of,
+    tile_of,
+    values_at,
+)
+from sparcel.kernels.phase import Phase
+
+_OVERFLOWS = {torch.float32: INFINITE.value, torch.float16: 0x477FF000, torch.bfloat16: 0x7F7F8000}
+"""The bits of the least magnitude that becomes infinite in a dtype."""
+
+_WORDS = 8  # of what is known of a message
+_COUNT, _CODES, _PLACES, _BITMAP, _LOW, _PLAIN, _SOUND = map(tl.constexpr, range(7))
+_ENTRIES, _ROSE, _TICKET, _FINITE, _FAULT = map(tl.constexpr, range(5))
+
+
+class Added(NamedTuple):
+    """What is known after messages were added: int8-sized flags, and by how much x rose."""
+
+    fault: Tensor
+    finite: Tensor
+    magnitude: Tensor
+
+
+@triton.jit
+def _read_header(message, row_bytes, like, length, BITS: tl.constexpr, GROUP: tl.constexpr):
+    """Return the count of a message, -1 if it is not sound, and whether its vector is finite."""
+    word = message.to(tl.pointer_type(tl.int64), bitcast=True)
+    first, count, end = tl.load(word), tl.load(word + 3), tl.load(word + 4)
+    sound = (first & ~NON_FINITE) == tl.load(like)
+    sound = sound & (tl.load(word + 1) == tl.load(like + 1)) & (count >= 0) & (count <= length)
+    sound = sound & (tl.load(word + 2) == tl.load(like + 2))
+    _, _, expected, _, _, _ = layout(tl.where(sound, count, 0), length, BITS, GROUP)
+    sound = sound & (end == expected) & (end <= row_bytes)
+    return tl.where(sound, count, -1), (first & NON_FINITE) == 0
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("size", "ranks", "block_bits", "fixed", "skipped", "row_bytes", "chunks", "tiles"),
+    ]
+)
+def _count(
+    messages, row_bytes, headers, known, masks, counts, placed, facts,
+    size, ranks, block_bits, fixed, skipped, chunks, tiles,
+    BITS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Check a header, write what it tells, and count the bits of a chunk of its bitmap.
+
+    Row r is about region r, or all are about the region ``fixed`` unless that is negative.
+    """
+    program = tl.program_id(0)
+    row, chunk = program // chunks, program % chunks
+    region = tl.where(fixed < 0, row, fixed)
+    length = length_of(size, ranks, block_bits, region).to(tl.int64)
+    message = messages + row.to(tl.int64) * row_bytes
+    count, finite = _read_header(message, row_bytes, headers + 5 * region, length, BITS, GROUP)
+    sound = (count >= 0) & (row != skipped)
+    count = tl.where(sound, count, 0)
+    codes_at, places_at, _, bitmap, low_bits, plain = layout(count, length, BITS, GROUP)
+    if chunk == 0:
+        known += 8 * row
+        tl.store(known + _COUNT, count)
+        tl.store(known + _CODES, codes_at)
+        tl.store(known + _PLACES, places_at)
+        tl.store(known + _BITMAP, bitmap)
+        tl.store(known + _LOW, low_bits.to(tl.int64))
+        tl.store(known + _PLAIN, plain.to(tl.int64))
+        tl.store(known + _SOUND, sound.to(tl.int64))
+    if program == 0:
+        number = tl.arange(0, 8)
+        tl.store(facts + number, (number == _FINITE).to(tl.int64))
+    words = (message + places_at).to(tl.pointer_type(tl.int32), bitcast=True)
+    found = 0
+    for tile in range(tiles):
+        which = chunk.to(tl.int64) * tiles + tile
+        first = which * TILE
+        if first < bitmap:
+            found += tl.sum(bits_at(words, first + tl.arange(0, TILE), bitmap), axis=0)
+        if plain == 0:
+            word = (row.to(tl.int64) * chunks * tiles + which) * (TILE // 32)
+            tl.store(masks + word + tl.arange(0, TILE // 32), tl.zeros([TILE // 32], tl.int32))
+    tl.store(counts + program, found)
+    tl.store(placed + program, tl.where(plain, found, 0))
+
+
+@triton.jit
+def _low_at(words, start, low_bits, kept):
+    """Return the low bits of indices that begin at these bits."""
+    word, skipped = start >> 5, start & 31
+    lower = tl.load(words + word, mask=kept, other=0).to(tl.int64) & 0xFFFFFFFF
+    goes_on = kept & (skipped + low_bits > 32)
+    upper = tl.load(words + word + 1, mask=goes_on, other=0).to(tl.int64) << 32
+    one = tl.zeros_like(start) + 1
+    return ((upper | lower) >> skipped) & ((one << low_bits) - 1)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("size", "ranks", "block_bits", "fixed", "skipped", "row_bytes", "chunks", "tiles"),
+    ]
+)
+def _place(
+    messages, row_bytes, known, masks, counts, placed, facts,
+    size, ranks, block_bits, fixed, skipped, chunks, tiles,
+    TILE: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Set a bit of the region for each index of a chunk of the bitmap, and say what is wrong."""
+    program = tl.program_id(0)
+    row, chunk = program // chunks, program % chunks
+    region = tl.where(fixed < 0, row, fixed)
+    length = length_of(size, ranks, block_bits, region).to(tl.int64)
+    message = messages + row.to(tl.int64) * row_bytes
+    known += 8 * row
+    count, plain = tl.load(known + _COUNT), tl.load(known + _PLAIN) != 0
+    bitmap, low_bits = tl.load(known + _BITMAP), tl.load(known + _LOW)
+    start, total = add_up(counts + row * chunks, chunk, chunks, CHUNKS)
+    wrong = ((tl.load(known + _SOUND) == 0) | (total != count)).to(tl.int32)
+    words = (message + tl.load(known + _PLACES)).to(tl.pointer_type(tl.int32), bitcast=True)
+    for tile in range(tiles):
+        which = chunk.to(tl.int64) * tiles + tile
+        first = which * TILE
+        if first < bitmap:
+            bit = first + tl.arange(0, TILE)
+            if plain:
+                past = (bit >= bitmap) & (bits_at(words, bit, (bitmap + 63) >> 6 << 6) != 0)
+                wrong += tl.sum(past.to(tl.int32), axis=0)
+            else:
+                found = bits_at(words, bit, bitmap)
+                number = start + tl.cumsum(found, axis=0) - found
+                start += tl.sum(found, axis=0)
+                kept = (found != 0) & (number < count)
+                from_bit = bitmap + number * low_bits
+                low = _low_at(words, from_bit, low_bits, kept)
+                index = ((bit - number) << low_bits) | low
+                # Indices with the same upper bits have bits one after another.
+                follows = kept & (bits_at(words, tl.maximum(bit - 1, 0), bitmap) != 0) & (bit > 0)
+                before = _low_at(words, from_bit - low_bits, low_bits, follows)
+                inside = kept & (index < length)
+                bad = (kept & (index >= length)) | (follows & (before >= low))
+                wrong += tl.sum(bad.to(tl.int32), axis=0)
+                one = tl.zeros([TILE], tl.int32) + 1
+                to = masks + row.to(tl.int64) * chunks * tiles * (TILE // 32) + (index >> 5)
+                shifted = one << (index & 31).to(tl.int32)
+                tl.atomic_or(to, shifted, mask=inside, sem="relaxed")
+                to = placed + row * chunks + index // (tiles * TILE)
+                tl.atomic_add(to, one, mask=inside, sem="relaxed")
+    if row != skipped:
+        if wrong > 0:
+            tl.store(facts + _FAULT, 1)
+            tl.store(facts + _FINITE, 0)
+        if chunk == 0:
+            word = message.to(tl.pointer_type(tl.int64), bitcast=True)
+            if (tl.load(word) & NON_FINITE) != 0:
+                tl.store(facts + _FINITE, 0)
+            tl.atomic_add(facts + _ENTRIES, count, sem="relaxed")
+
+
+@triton.jit
+def _bits_of(messages, row_bytes, known, masks, row, length, place, words, TILE: tl.constexpr):
+    """Return which places of a region the message of a row has."""
+    plain = tl.load(known + 8 * row + _PLAIN) != 0
+    message = messages + tl.cast(row, tl.int64) * row_bytes + tl.load(known + 8 * row + _PLACES)
+    whole = message.to(tl.pointer_type(tl.int32), bitcast=True)
+    if plain:
+        bits = bits_at(whole, place, length)
+    else:
+        bits = bits_at(masks + tl.cast(row, tl.int64) * words, place, length)
+    return bits
+
+
+@triton.jit
+def _values_of(
+    messages, row_bytes, known, row, bits, start,
+    BITS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Return the values of a tile, of which the first is number ``start``; 0 where there is none."""
+    number = start + tl.cumsum(bits, axis=0) - bits
+    kept = (bits != 0) & (number < tl.load(known + 8 * row + _COUNT))
+    message = messages + tl.cast(row, tl.int64) * row_bytes
+    codes_at = tl.load(known + 8 * row + _CODES)
+    return values_at(message, codes_at, number, kept, BITS, GROUP, TILE), kept
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("size", "ranks", "block_bits", "fixed", "skipped", "row_bytes", "chunks", "tiles"),
+    ]
+)
+def _add(
+    x, messages, row_bytes, known, masks, placed, partials, facts,
+    size, ranks, block_bits, fixed, skipped, chunks, tiles,
+    BITS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, CHUNKS: tl.constexpr,
+    SOURCES: tl.constexpr,
+):  # fmt: skip
+    """Add the messages of all rows to a chunk of the own region, in order."""
+    chunk = tl.program_id(0)
+    length = length_of(size, ranks, block_bits, fixed).to(tl.int64)
+    source = tl.arange(0, SOURCES)
+    starts = tl.zeros([SOURCES], tl.int32)  # how many values of each message are used
+    for row in range(ranks):
+        before, _ = add_up(placed + row * chunks, chunk, chunks, CHUNKS)
+        starts = tl.where(source == row, before, starts)
+    rose = tl.zeros([1], tl.float64)
+    for tile in range(tiles):
+        first = (chunk.to(tl.int64) * tiles + tile) * TILE
+        if first < length:
+            place, at = tile_of(first, ranks, block_bits, fixed, TILE)
+            value = tl.load(x + at, mask=at < size, other=0.0)
+            old = value
+            for row in range(ranks):
+                if row != skipped:
+                    words = chunks * tiles * (TILE // 32)
+                    bits = _bits_of(
+                        messages, row_bytes, known, masks, row, length, place, words, TILE
+                    )
+                    start = tl.sum(tl.where(source == row, starts, 0), axis=0)
+                    added, kept = _values_of(
+                        messages, row_bytes, known, row, bits, start, BITS, GROUP, TILE
+                    )
+                    value = tl.where(kept, value + added, value)
+                    starts += tl.where(source == row, tl.sum(bits, axis=0), 0)
+            tl.store(x + at, value, mask=at < size)
+            rose += tl.sum((tl.abs(value) - tl.abs(old)).to(tl.float64), axis=0)
+    total, last = add_last(tl.sum(rose, axis=0), partials, facts + _TICKET)
+    if last:
+        tl.store(facts.to(tl.pointer_type(tl.float64), bitcast=True) + _ROSE, total)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("size", "ranks", "block_bits", "row_bytes", "chunks", "tiles"),
+    ]
+)
+def _write(
+    out, messages, row_bytes, known, masks, placed, facts, divisor,
+    size, ranks, block_bits, chunks, tiles,
+    OVERFLOWS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Write the values of a chunk of a region over the divisor."""
+    program = tl.program_id(0)
+    row, chunk = program // chunks, program % chunks
+    length = length_of(size, ranks, block_bits, row).to(tl.int64)
+    start, _ = add_up(placed + row * chunks, chunk, chunks, CHUNKS)
+    peak = 0
+    for tile in range(tiles):
+        first = (chunk.to(tl.int64) * tiles + tile) * TILE
+        if first < length:
+            place, at = tile_of(first, ranks, block_bits, row, TILE)
+            words = chunks * tiles * (TILE // 32)
+            bits = _bits_of(messages, row_bytes, known, masks, row, length, place, words, TILE)
+            value, kept = _values_of(
+                messages, row_bytes, known, row, bits, start, BITS, GROUP, TILE
+            )
+            start += tl.sum(bits, axis=0)
+            value = tl.where(kept, tl.div_rn(value, tl.zeros_like(value) + divisor), 0.0)
+            tl.store(out + at, value.to(out.dtype.element_ty), mask=at < size)
+            magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            peak = tl.maximum(peak, tl.max(magnitude, axis=0))
+    if peak >= OVERFLOWS:
+        tl.store(facts + _FINITE, 0)
+
+
+class _Read(NamedTuple):
+    """Messages of which the places are known."""
+
+    arguments: tuple[Any, ...]
+    where: dict[str, int]
+    placed: Tensor
+    facts: Tensor
+
+
+def _read(messages: Tensor, phase: Phase, region: int, skipped: int) -> _Read:
+    """Find the places of messages about regions, or all about one."""
+    regions = phase.regions
+    chunks, tiles = _region.grid_of(regions.length(0))
+    tile = _region.TILE
+    programs, row_bytes = regions.ranks * chunks, messages.shape[1]
+    known = messages.new_empty((regions.ranks + 1) * _WORDS, dtype=torch.int64)
+    facts = known[-_WORDS:]
+    masks = messages.new_empty(programs * tiles * (tile // 32), dtype=torch.int32)
+    counts, placed = messages.new_empty((2, programs), dtype=torch.int32).unbind()
+    where = {
+        "size": regions.size,
+        "ranks": regions.ranks,
+        "block_bits": _region.block_bits(phase),
+        "chunks": chunks,
+        "tiles": tiles,
+    }
+    rows = {**where, "fixed": region, "skipped": skipped}
+    coding = {"BITS": phase.bits, "GROUP": phase.group}
+    launch(
+        _count, programs, messages, row_bytes, _region.headers_of(phase, messages.device), known,
+        masks, counts, placed, facts, **rows, **coding, TILE=tile,
+    )  # fmt: skip
+    launch(
+        _place, programs, messages, row_bytes, known, masks, counts, placed, facts, **rows,
+        TILE=tile, CHUNKS=_region.CHUNKS,
+    )  # fmt: skip
+    return _Read((messages, row_bytes, known, masks, placed), where, placed, facts)
+
+
+def add(x: Tensor, arrived: Tensor, up: Phase, rank: int) -> Added:
+    """Add what others sent to the own region of x, in the order of ranks."""
+    read = _read(arrived, up, rank, rank)
+    chunks = read.where["chunks"]
+    launch(
+        _add, chunks, x, *read.arguments, x.new_empty(chunks, dtype=torch.float64), read.facts,
+        **read.where, fixed=rank, skipped=rank, BITS=up.bits, GROUP=up.group, TILE=_region.TILE,
+        CHUNKS=_region.CHUNKS, SOURCES=triton.next_power_of_2(up.regions.ranks),
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    finite, fault = _flags(read.facts)
+    return Added(fault, finite, read.facts.view(torch.float64)[_ROSE.value])
+
+
+def deliver(
+    returned: Tensor, down: Phase, divisor: float, out: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Write what owners returned, over the divisor; return entries, and whether finite, and bad."""
+    read = _read(returned, down, -1, -1)
+    launch(
+        _write, down.regions.ranks * read.where["chunks"], out, *read.arguments, read.facts,
+        float(divisor), **read.where, OVERFLOWS=_OVERFLOWS[out.dtype], BITS=down.bits,
+        GROUP=down.group, TILE=_region.TILE, CHUNKS=_region.CHUNKS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return read.facts[_ENTRIES.value], *_flags(read.facts)
+
+
+def _flags(facts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return whether all is finite, and whether a message is bad."""
+    flags = facts.view(torch.bool)  # the first of eight bytes, of 0 or 1
+    return flags[8 * _FINITE.value], flags[8 * _FAULT.value]

@@ -1,0 +1,165 @@
+"""Regions and their messages, for kernels: where coordinates lie, and the parts of a message.
+
+A region is cut into chunks of whole tiles, and a program takes one chunk. There are so few chunks
+that a program can add up the counts of all before its own.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparcel import device
+from sparcel.kernels.gpu._coding import decode_rows
+from sparcel.kernels.phase import Phase
+
+TILE = 4096
+"""Coordinates that a program takes at a time."""
+CHUNKS = 1024
+"""The most chunks of a region; a power of two."""
+HEADER = tl.constexpr(40)
+NON_FINITE = tl.constexpr(2 << 56)
+"""The flag of a message whose vector is not finite, in the first word of a header."""
+INFINITE = tl.constexpr(0x7F800000)
+
+_ROW = 16  # a row of messages has a multiple of so many bytes
+
+
+class Grid(NamedTuple):
+    """How programs divide a region among themselves."""
+
+    chunks: int
+    tiles: int
+    """The tiles of a chunk."""
+
+
+def grid_of(entries: int, tile: int = 0) -> Grid:
+    """Return the grid of a region, or of so many entries of it in tiles of another length."""
+    tiles = max(1, triton.cdiv(entries, tile or TILE))
+    each = triton.cdiv(tiles, CHUNKS)
+    return Grid(triton.cdiv(tiles, each), each)
+
+
+def row_bytes(phase: Phase) -> int:
+    """Return how many bytes a row of messages has."""
+    return triton.cdiv(max(phase.bounds), _ROW) * _ROW
+
+
+def block_bits(phase: Phase) -> int:
+    """Return the binary logarithm of a block."""
+    return phase.regions.block.bit_length() - 1
+
+
+@lru_cache(maxsize=256)
+def headers_of(phase: Phase, place: torch.device) -> Tensor:
+    """Return how messages begin, int64 ``[ranks, 5]``."""
+    headers = torch.frombuffer(bytearray(b"".join(phase.headers)), dtype=torch.int64)
+    return device.put(headers, place, torch.int64)
+
+
+@triton.jit
+def length_of(size, ranks, block_bits, owner):
+    """Return the length of a region, like `sparcel.kernels.Regions.length`."""
+    whole = size >> block_bits
+    owned = (whole + (ranks - 1 - owner)) // ranks
+    rest = size - (whole << block_bits)
+    return (owned << block_bits) + tl.where(whole % ranks == owner, rest, 0)
+
+
+@triton.jit
+def coordinates(place, ranks, block_bits, owner):
+    """Return the coordinates (int64) of places in a region, past the vector's end as well."""
+    number = place >> block_bits
+    return ((number * ranks + owner) << block_bits) + (place - (number << block_bits))
+
+
+@triton.jit
+def tile_of(first, ranks, block_bits, owner, TILE: tl.constexpr):
+    """Return the places of a tile, and their coordinates, in runs that can be read at once."""
+    place = first + tl.arange(0, TILE)
+    at = coordinates(place, ranks, block_bits, owner)
+    return place, tl.max_contiguous(tl.multiple_of(at, 64), 64)
+
+
+@triton.jit
+def layout(count, length, BITS: tl.constexpr, GROUP: tl.constexpr):
+    """Return the parts of a message of ``count`` of ``length`` coordinates, both int64.
+
+    Where the codes and the places begin, the bytes of all, the bits of the bitmap, the low bits of
+    an index, and whether the bitmap is one of all coordinates; see `packing.pack_indices`.
+    """
+    groups = (count + (GROUP - 1)) // GROUP
+    scales = 4 * groups if BITS == 2 else 2 * groups
+    codes_at = HEADER + ((scales + 7) >> 3 << 3)
+    places_at = codes_at + ((count * BITS + 63) >> 6 << 3)
+    plain = count > (length >> 2)
+    ratio = length // tl.maximum(count, 1)
+    low_bits = tl.sum(((ratio >> tl.arange(0, 32)) > 0).to(tl.int32), axis=0) - 1
+    low_bits = tl.where(plain | (count == 0), 0, low_bits)
+    bitmap = tl.where(plain, length, count + ((length - 1) >> low_bits))
+    bitmap = tl.where(count == 0, 0, bitmap)
+    end = places_at + ((bitmap + count * low_bits + 63) >> 6 << 3)
+    return codes_at, places_at, end, bitmap, low_bits, plain
+
+
+@triton.jit
+def bits_at(words, place, end):
+    """Return bits (int32) of a bitmap, int32; 0 from ``end`` on."""
+    content = tl.load(words + (place >> 5), mask=place < end, other=0)
+    return (content >> (place & 31).to(tl.int32)) & 1
+
+
+@triton.jit
+def values_at(
+    message, codes_at, number, kept, BITS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr
+):
+    """Return the values of a message that have these numbers, where they are ``kept``."""
+    EACH: tl.constexpr = 8 // BITS
+    byte = tl.load(message + codes_at + number // EACH, mask=kept, other=0).to(tl.int32)
+    code = (byte >> (number % EACH * BITS)) & (2**BITS - 1)
+    scales = (message + HEADER).to(tl.pointer_type(tl.int16), bitcast=True)
+    group = number // GROUP
+    if BITS == 2:
+        low = _scale_at(scales + 2 * group, kept)
+        high = _scale_at(scales + 2 * group + 1, kept)
+    else:
+        low = _scale_at(scales + group, kept)
+        high = low
+    return tl.reshape(decode_rows(code[:, None], low, high, BITS, BITS == 2), [TILE])
+
+
+@triton.jit
+def _scale_at(scales, kept):
+    bits = tl.load(scales, mask=kept, other=0).to(tl.int32) << 16  # bfloat16's
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def add_up(counts, chunk, chunks, CHUNKS: tl.constexpr):
+    """Return the sum of the counts before a chunk's, and of all."""
+    number = tl.arange(0, CHUNKS)
+    found = tl.load(counts + number, mask=number < chunks, other=0)
+    return tl.sum(tl.where(number < chunk, found, 0), axis=0), tl.sum(found, axis=0)
+
+
+@triton.jit
+def add_last(number, partials, ticket):
+    """Write this program's float64 number; return the sum of all, in order, to the last one.
+
+    The others get 0, and the flag that they are not the last. ``ticket`` was 0 before.
+    """
+    programs = tl.num_programs(0)
+    tl.store(partials + tl.program_id(0), number)
+    tl.debug_barrier()  # the number is written before the ticket is drawn
+    last = tl.atomic_add(ticket, 1, sem="acq_rel") == programs - 1
+    total = tl.zeros([1024], tl.float64)
+    if last:
+        for first in range(0, programs, 1024):
+            place = first + tl.arange(0, 1024)
+            total += tl.load(partials + place, mask=place < programs, other=0.0)
+    return tl.sum(total, axis=0), last
