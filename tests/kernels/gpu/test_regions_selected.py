@@ -1,0 +1,357 @@
+"""Passes over regions that select, on a GPU or in Triton's interpreter, beside the compiled ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+
+from sparcel import _cpu  # noqa: E402
+from sparcel.formats import FewBits, Format, format_named  # noqa: E402
+from sparcel.kernels import Addition, Phase, Regions  # noqa: E402
+from sparcel.kernels.definitions import packing  # noqa: E402
+from sparcel.kernels.gpu import _places, _region, _selected  # noqa: E402
+from sparcel.regions import phase  # noqa: E402
+from tests.card import launches, moved, on_card  # noqa: E402
+from tests.kernels.paths import KINDS, Case  # noqa: E402
+from tests.strategies import same_bits  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [
+    pytest.mark.gpu,
+    # NumPy computes in Triton's interpreter.
+    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
+]
+few = settings(max_examples=30)
+
+FORMATS = (
+    *("packed:4", "packed:4", "packed:8", "packed:2"),
+    *(Format("packed", FewBits(4, 8)), Format("packed", FewBits(8, 16))),
+    Format("packed", FewBits(2, 32)),
+)
+SIZES = (0, 1, 2, 63, 64, 65, 127, 129, 300, 511, 513, 700, 1025, 3000)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A recipe for the passes of one step; Hypothesis prints it better than its vectors."""
+
+    ranks: int
+    size: int
+    kind: str = "normal"
+    dtype: torch.dtype = torch.float32
+    up: tuple[tuple[int, float], ...] = ()
+    down: tuple[tuple[int, float], ...] = ()
+    format: str | Format = "packed:4"
+    scale: float = 1.0
+    step: int = 0
+    tile: int = 4096
+    chunks: int = 1024
+
+    def phase(self, shares: tuple[tuple[int, float], ...]) -> Phase:
+        named = self.format
+        format = named if isinstance(named, Format) else format_named(named)
+        return phase(Regions.of(self.size, self.ranks), shares, format, torch.float32)
+
+    def vectors(self, rank: int) -> tuple[Tensor, Tensor]:
+        """Return a rank's memory and gradient."""
+        memory = Case(self.kind, self.size, torch.float32, 2 * rank).vector()
+        return memory, Case(self.kind, self.size, self.dtype, 2 * rank + 1).vector()
+
+    @contextmanager
+    def tiles(self) -> Iterator[None]:
+        """Let programs take such tiles meanwhile, so that short vectors have many."""
+        sizes = {"TILE": self.tile, "CHUNKS": self.chunks}
+        with patch.multiple(_region, **sizes), patch.object(_selected, "_ENTRIES", self.tile):
+            yield
+
+
+class Left(NamedTuple):
+    """What left a vector, and what became of the vector."""
+
+    messages: list[Tensor | None]
+    sent: int
+    magnitude: float
+    x: Tensor
+
+
+class Cpu:
+    """The compiled passes of one rank."""
+
+    def __init__(self, case: Exchange, rank: int, up: Phase, down: Phase) -> None:
+        self.case, self.rank, self.up, self.down = case, rank, up, down
+        self.same = (up.bits, up.group)
+
+    def enter(self) -> Left:
+        case, up, x = self.case, self.up, torch.empty(self.case.size)
+        made = _cpu.enter(
+            *self.case.vectors(self.rank), x, case.scale, self.rank, case.ranks, up.regions.block,
+            up.shares, up.most, False, *self.same, case.step, up.headers, 1,
+        )  # fmt: skip
+        return Left(*made, x)
+
+    def collect(self, x: Tensor, arrived: Sequence[Tensor]) -> tuple[Tensor | None, float, Tensor]:
+        case, rank, down, x = self.case, self.rank, self.down, x.clone()
+        made = _cpu.collect(
+            x, arrived, self.up.headers[rank], rank, case.ranks, down.regions.block, down.shares,
+            down.most[rank], False, *self.same, case.step, down.headers[rank], 1,
+        )  # fmt: skip
+        return made[0], made[1], x
+
+    def deliver(
+        self, returned: Sequence[Tensor], dtype: torch.dtype
+    ) -> tuple[int, bool, bool, Tensor]:
+        out = torch.empty(self.case.size, dtype=dtype)
+        entries, finite, wrong = _cpu.deliver(
+            returned, self.down.headers, self.down.regions.block, *self.same, 3.0, out, 1
+        )
+        return entries, finite, wrong >= 0, out
+
+
+def rows_of(messages: Sequence[Tensor | None], phase: Phase) -> Tensor:
+    """Return messages as rows of a GPU, garbage behind them."""
+    rows = torch.full((len(messages), _region.row_bytes(phase)), 0xA5, dtype=torch.uint8)
+    for row, message in zip(rows, messages, strict=True):
+        if message is not None:
+            row[: message.numel()] = message
+    return rows.to(DEVICE)
+
+
+def length_in(row: Tensor) -> int:
+    return int(row[32:40].clone().view(torch.int64))
+
+
+def agree(row: Tensor, expected: Tensor) -> bool:
+    """Tell whether a message is the expected one, or says like it that a vector is not finite."""
+    row = row.cpu()
+    if expected[7] & 2:
+        return bool(row[7] & 2) and length_in(row) <= row.numel()
+    return length_in(row) == expected.numel() and torch.equal(row[: expected.numel()], expected)
+
+
+def near(found: Tensor, expected: float, x: Tensor) -> bool:
+    """Tell whether a magnitude is the expected one, but for the rounding of float32 sums."""
+    total = float(x.double().abs().sum())
+    return total != total or abs(float(found) - expected) <= 1e-5 * total or total > 1e36
+
+
+@st.composite
+def exchanges(draw: st.DrawFn) -> Exchange:
+    """Draw an exchange whose phases both select."""
+    size = draw(st.sampled_from(SIZES) | st.integers(0, 1500))
+    inner = draw(st.sets(st.integers(0, size), max_size=3))
+    densities = st.sampled_from([0.01, 0.1, 0.1, 0.3, 0.6, 0.9])
+
+    def shares() -> tuple[tuple[int, float], ...]:
+        stops = [*sorted(inner if draw(st.booleans()) else ()), size]
+        return tuple((stop, draw(densities)) for stop in stops)
+
+    tile = draw(st.sampled_from([64, 128, 4096]))
+    case = Exchange(
+        draw(st.integers(1, 5)),
+        size,
+        draw(st.sampled_from(KINDS)),
+        draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+        shares(),
+        shares(),
+        draw(st.sampled_from(FORMATS)),
+        draw(st.sampled_from([1.0, 1.0, 1024.0, 0.3])),
+        draw(st.sampled_from([0, 1, 7, 2**31 + 5])),
+        tile,
+        1024 if tile == 4096 else draw(st.sampled_from([2, 4])),
+    )
+    assume(not case.phase(case.up).dense and not case.phase(case.down).dense)
+    return case
+
+
+@few
+@given(exchanges(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+def test_the_passes_have_the_bits_of_the_compiled_ones(case: Exchange, dtype: torch.dtype) -> None:
+    """Each gets what the compiled pass before it made."""
+    up, down = case.phase(case.up), case.phase(case.down)
+    others = [Cpu(case, rank, up, down) for rank in range(case.ranks)]
+    left, returned = [other.enter() for other in others], []
+    with case.tiles():
+        for rank in range(case.ranks):
+            expected = left[rank]
+            memory, gradient = (one.to(DEVICE) for one in case.vectors(rank))
+            addition = Addition(memory, gradient, torch.empty_like(memory), case.scale)
+            found = _selected.enter(addition, up, rank, case.step)
+            for row, message in zip(found.messages, expected.messages, strict=True):
+                assert message is None or agree(row, message)
+            if expected.x.isfinite().all():
+                assert same_bits(addition.scratch.cpu(), expected.x)
+                assert int(found.sent) == expected.sent
+                assert near(found.magnitude, expected.magnitude, memory.cpu().abs() + gradient.cpu())
+
+            arrived = [one.messages[rank] for one in left]
+            sent = [one for one in arrived if one is not None]
+            message, magnitude, after = others[rank].collect(expected.x, sent)
+            assert message is not None
+            returned.append(message)
+            x = expected.x.to(DEVICE)
+            added = _places.add(x, rows_of(arrived, up), up, rank)
+            row, fell = _selected.take_own(
+                x, down, rank, case.step, added.finite, added.magnitude
+            )
+            assert agree(row, message)
+            assert not added.fault
+            assert added.finite == (not any(one[7] & 2 for one in sent))
+            if after.isfinite().all():
+                assert same_bits(x.cpu(), after)
+                assert near(fell, magnitude, expected.x.abs() + after.abs())
+        entries, finite, _, expected_out = others[0].deliver(returned, dtype)
+        out = torch.empty(case.size, dtype=dtype, device=DEVICE)
+        found = _places.deliver(rows_of(returned, down), down, 3.0, out)
+    assert (int(found[0]), bool(found[1]), bool(found[2])) == (entries, finite, False)
+    if finite:
+        assert same_bits(out.cpu(), expected_out)
+
+
+@st.composite
+def damages(draw: st.DrawFn, message: Tensor, row: int) -> Tensor:
+    """Draw what becomes of a message in a row of so many bytes."""
+    made = message.clone()
+    words = made[:40].view(torch.int64)
+    kind = draw(st.sampled_from(["header", "byte", "tail", "tail", "swap", "count", "number"]))
+    length = message.numel()
+    if kind == "header":
+        made[draw(st.integers(0, 39))] ^= draw(st.integers(1, 255))
+    elif kind == "number":
+        words[draw(st.sampled_from([2, 3, 4]))] = draw(st.integers(-(2**63), 2**63 - 1))
+    elif kind == "count":  # another count, and the length that belongs to it
+        size, bits = int(words[2]), draw(st.sampled_from([8, 4, 2]))
+        words[3] = draw(st.integers(0, size))
+        words[4] = Format("packed", FewBits(bits, 64)).nbytes(int(words[3]), size, 4)
+        made = torch.cat([made, made.new_full((row - length,), draw(st.integers(0, 255)))])
+    elif length > 48:
+        place = draw(st.integers(length - 16 if kind == "tail" else 40, length - 1))
+        if kind == "swap":  # of what may be indices
+            made[-16:] = made[-16:].flip(0)
+        else:
+            made[place] ^= draw(st.integers(1, 255))
+    return made
+
+
+@few
+@given(
+    st.data(),
+    st.sampled_from([64, 200, 700, 1500]),
+    st.sampled_from([0.02, 0.1, 0.2, 0.6]),
+    st.sampled_from(["packed:4", "packed:8", "packed:2"]),
+    st.sampled_from([(64, 2), (4096, 1024)]),
+)
+def test_bad_messages_are_noticed_or_mean_what_they_mean_on_the_cpu(
+    data: st.DataObject, size: int, density: float, name: str, tiles: tuple[int, int]
+) -> None:
+    """The outgoing message of a rank that got one says that not all is finite."""
+    shares = ((size, density),)
+    case = Exchange(3, size, "normal", torch.float32, shares, shares, name, 1.0, 5, *tiles)
+    part = case.phase(shares)
+    ranks = [Cpu(case, rank, part, part) for rank in range(3)]
+    left = [one.enter() for one in ranks]
+    good = left[0].messages[1], left[2].messages[1]
+    row_bytes = _region.row_bytes(part)
+    bad = data.draw(damages(good[0], row_bytes))
+    expected, _, after = ranks[1].collect(left[1].x, [bad, good[1]])
+    with case.tiles():
+        x = left[1].x.to(DEVICE)
+        added = _places.add(x, rows_of([bad, None, good[1]], part), part, 1)
+        row, _ = _selected.take_own(x, part, 1, 5, added.finite, added.magnitude)
+    assert bool(added.fault) == (expected is None)
+    if expected is None:
+        assert row[7] & 2
+        assert not added.finite
+    else:
+        assert agree(row, expected)
+        assert not after.isfinite().all() or same_bits(x.cpu(), after)
+
+    returned = [left[1].messages[0], left[0].messages[1], left[0].messages[2]]
+    returned[2] = data.draw(damages(returned[2], row_bytes))
+    entries, finite, wrong, expected_out = ranks[0].deliver(returned, torch.float32)
+    with case.tiles():
+        out = torch.empty(size, device=DEVICE)
+        found = _places.deliver(rows_of(returned, part), part, 3.0, out)
+    assert bool(found[2]) == wrong
+    assert bool(found[1]) == (finite and not wrong)
+    if not wrong:
+        assert int(found[0]) == entries
+        assert not finite or same_bits(out.cpu(), expected_out)
+
+
+@triton.jit(do_not_specialize=["count", "length", "size", "ranks", "block_bits", "owner", "place"])
+def _tell(
+    result, count, length, size, ranks, block_bits, owner, place,
+    BITS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    codes, places, end, bitmap, low_bits, plain = _region.layout(
+        count.to(tl.int64), length.to(tl.int64), BITS, GROUP
+    )
+    tl.store(result, codes)
+    tl.store(result + 1, places)
+    tl.store(result + 2, end)
+    tl.store(result + 3, bitmap)
+    tl.store(result + 4, low_bits)
+    tl.store(result + 5, plain)
+    tl.store(result + 6, _region.length_of(size, ranks, block_bits, owner))
+    at = place.to(tl.int64)
+    tl.store(result + 7, _region.coordinates(at, ranks, block_bits, owner))
+
+
+@given(st.data(), st.integers(1, 2**31 - 1) | st.integers(1, 5000), st.sampled_from([8, 4, 2]))
+def test_layouts_of_the_longest_vectors_do_not_overflow(
+    data: st.DataObject, size: int, bits: int
+) -> None:
+    ranks = data.draw(st.integers(1, 300))
+    regions = Regions.of(size, ranks)
+    owner = data.draw(st.integers(0, ranks - 1))
+    place = data.draw(st.integers(0, max(0, regions.length(owner) - 1)))
+    count = data.draw(st.integers(0, size) | st.integers(0, min(size, 9)))
+    result = torch.zeros(8, dtype=torch.int64, device=DEVICE)
+    block_bits = regions.block.bit_length() - 1
+    _tell[(1,)](result, count, size, size, ranks, block_bits, owner, place, BITS=bits, GROUP=32)
+    code = Format("packed", FewBits(bits, 32))
+    scales, codes = (-(-part // 8) * 8 for part in code.value_code.part_bytes(count, 4))
+    low_bits, bitmap = packing.layout(count, size)
+    expected = [
+        *(40 + scales, 40 + scales + codes, code.nbytes(count, size, 4)),
+        *((bitmap, low_bits) if count else (0, 0)),
+        *(count > size // 4, regions.length(owner)),
+        int(regions.coordinates(owner, torch.tensor(place))),
+    ]
+    assert result.tolist() == expected
+
+
+def test_a_step_takes_fourteen_launches_and_the_host_reads_nothing() -> None:
+    """What a phase decides is on the device from its first step on."""
+    shares = ((2000, 0.1), (5000, 0.2))
+    case = Exchange(3, 5000, up=shares, down=shares)
+    part = case.phase(shares)
+    with on_card():
+        memory, gradient = map(moved, case.vectors(1))
+        addition = Addition(memory, gradient, torch.empty_like(memory), 0.5)
+
+        def step(number: int) -> Any:
+            left = _selected.enter(addition, part, 1, number)
+            added = _places.add(addition.scratch, left.messages, part, 1)
+            _selected.take_own(
+                addition.scratch, part, 1, number, added.finite, added.magnitude
+            )
+            _places.deliver(left.messages, part, 3.0, torch.empty_like(memory))
+
+        step(0)
+        with launches() as counted:
+            step(1)
+    assert (len(counted.triton), counted.torch, counted.copies) == (14, [], [])
