@@ -194,7 +194,9 @@ def test_the_passes_have_the_bits_of_the_compiled_ones(case: Exchange, dtype: to
             if expected.x.isfinite().all():
                 assert same_bits(addition.scratch.cpu(), expected.x)
                 assert int(found.sent) == expected.sent
-                assert near(found.magnitude, expected.magnitude, memory.cpu().abs() + gradient.cpu())
+                assert near(
+                    found.magnitude, expected.magnitude, memory.cpu().abs() + gradient.cpu()
+                )
 
             arrived = [one.messages[rank] for one in left]
             sent = [one for one in arrived if one is not None]
@@ -203,9 +205,7 @@ def test_the_passes_have_the_bits_of_the_compiled_ones(case: Exchange, dtype: to
             returned.append(message)
             x = expected.x.to(DEVICE)
             added = _places.add(x, rows_of(arrived, up), up, rank)
-            row, fell = _selected.take_own(
-                x, down, rank, case.step, added.finite, added.magnitude
-            )
+            row, fell = _selected.take_own(x, down, rank, case.step, added.finite, added.magnitude)
             assert agree(row, message)
             assert not added.fault
             assert added.finite == (not any(one[7] & 2 for one in sent))
@@ -346,9 +346,7 @@ def test_a_step_takes_fourteen_launches_and_the_host_reads_nothing() -> None:
         def step(number: int) -> Any:
             left = _selected.enter(addition, part, 1, number)
             added = _places.add(addition.scratch, left.messages, part, 1)
-            _selected.take_own(
-                addition.scratch, part, 1, number, added.finite, added.magnitude
-            )
+            _selected.take_own(addition.scratch, part, 1, number, added.finite, added.magnitude)
             _places.deliver(left.messages, part, 3.0, torch.empty_like(memory))
 
         step(0)

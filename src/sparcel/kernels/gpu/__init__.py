@@ -17,6 +17,9 @@ from sparcel.kernels.gpu.reduce import indices_fault as indices_fault
 from sparcel.kernels.gpu.reduce import merge as merge
 from sparcel.kernels.gpu.reduce import scatter as scatter
 from sparcel.kernels.gpu.reduce import scatter_reduce as scatter_reduce
+from sparcel.kernels.gpu.regions import collect as collect
+from sparcel.kernels.gpu.regions import deliver as deliver
+from sparcel.kernels.gpu.regions import enter as enter
 from sparcel.kernels.gpu.select import accumulate_topk as accumulate_topk
 from sparcel.kernels.gpu.select import bracket as bracket
 from sparcel.kernels.gpu.select import in_bin as in_bin

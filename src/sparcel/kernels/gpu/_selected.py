@@ -136,9 +136,7 @@ def _begin(
         at = place + (skipped << block_bits)
         counted = number < taken
         end = tl.where(counted, size, 0)
-        bits = magnitude_bits(
-            _sum_at(memory, gradient, scale, at, end, False, ADDED, SCALED)
-        )
+        bits = magnitude_bits(_sum_at(memory, gradient, scale, at, end, False, ADDED, SCALED))
         nth = tl.load(table + 4 * shares + program).to(tl.int32)
         tl.store(thresholds + program, tl.maximum(_nth_largest(bits, counted, nth), 1))
     else:
@@ -280,7 +278,9 @@ def _emit(
         first = which * TILE
         if first < length:
             place = first + tl.arange(0, TILE)
-            marked = bits_at(marks + row.to(tl.int64) * chunks * tiles * (TILE // 32), place, length)
+            marked = bits_at(
+                marks + row.to(tl.int64) * chunks * tiles * (TILE // 32), place, length
+            )
             number = start + tl.cumsum(marked, axis=0) - marked
             start += tl.sum(marked, axis=0)
             kept = (marked != 0) & (number < count)

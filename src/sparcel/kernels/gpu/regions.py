@@ -1,0 +1,60 @@
+"""The passes of the two exchanges by regions: those that select, and those of all coordinates.
+
+Messages are rows of one tensor. Other formats than few bits, and momentum, are left to the
+definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparcel.kernels.addition import Addition
+from sparcel.kernels.definitions import regions
+from sparcel.kernels.definitions.regions import Collected, Delivered, Entered
+from sparcel.kernels.gpu import _places, _selected, _whole
+from sparcel.kernels.phase import Phase
+
+
+def enter(addition: Addition, up: Phase, rank: int, step: int) -> Entered:
+    if not up.group or addition.entering is not None or addition.clear:
+        return regions.enter(addition, up, rank, step)
+    if up.dense:
+        return Entered(*_whole.enter(addition, up, rank))
+    return Entered(*_selected.enter(addition, up, rank, step))
+
+
+def collect(
+    addition: Addition,
+    arrived: Sequence[Tensor] | Tensor,
+    up: Phase,
+    down: Phase,
+    rank: int,
+    step: int,
+) -> Collected:
+    if not (up.group and down.group) or addition.entering is not None:
+        return regions.collect(addition, arrived, up, down, rank, step)
+    x, rows = addition.scratch, _rows(arrived)
+    if up.dense:  # and so is what comes down
+        return Collected(*_whole.collect(x, rows, up, down, rank))
+    fault, finite, rose = _places.add(x, rows, up, rank)
+    if down.dense:
+        message, fell = _whole.take_own(x, down, rank, finite)
+        return Collected(message, fell - rose, fault)
+    return Collected(*_selected.take_own(x, down, rank, step, finite, rose), fault)
+
+
+def deliver(
+    out: Tensor, returned: Sequence[Tensor] | Tensor, down: Phase, divisor: float
+) -> Delivered:
+    if not down.group:
+        return regions.deliver(out, returned, down, divisor)
+    passes = _whole if down.dense else _places
+    return Delivered(*passes.deliver(_rows(returned), down, divisor, out))
+
+
+def _rows(messages: Sequence[Tensor] | Tensor) -> Tensor:
+    """Return messages in one tensor, as they come where the ranks are on GPUs."""
+    return messages if isinstance(messages, Tensor) else torch.stack([*messages])
