@@ -63,7 +63,7 @@ def two_levels(inner: Callable[[float], Scheme]) -> Callable[..., SparseStream]:
 
     def step(stream: SparseStream, comm: Communicator, k: int) -> SparseStream:
         scheme = Hierarchical(inner(k / stream.size), per_node(comm))
-        return scheme.reduce(stream.to_dense(), comm, Request()).total
+        return scheme.reduce(stream.to_dense(), comm, Request()).average
 
     return step
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
-from operator import attrgetter
+from operator import add, attrgetter
 from time import perf_counter
 from typing import Any
 
-from torch import Tensor
-
 from sparcel.profiling import profiled
+from sparcel.schemes.outcome import Outcome
 
 
 @dataclass
 class Costs:
     """What some steps have cost on this rank, small tensors and sparse gradients included.
 
-    A scheme adds to the costs of its step while the step runs. Statistics are sums of steps.
+    A scheme adds times while its step runs, and whoever ends the step the rest. Statistics are sums
+    of steps.
 
     Attributes
     ----------
@@ -34,7 +34,7 @@ class Costs:
         as embeddings make it, the rows that were used count as sent.
     magnitude
         The sum of ``|x|`` over what left this rank's memory, less that over what came back to it or
-        arrived from other ranks. While a step runs on a GPU, it is there.
+        arrived from other ranks.
     flushed
         What is in ``magnitude`` because the scheme was switched to one without memory: see
         `Handle.switch`.
@@ -52,7 +52,7 @@ class Costs:
     asked: int = 0
     selected: int = 0
     reduced: int = 0
-    magnitude: float | Tensor = 0.0
+    magnitude: float = 0.0
     flushed: float = 0.0
     select_seconds: float = 0.0
     communicate_seconds: float = 0.0
@@ -76,7 +76,16 @@ class Costs:
         return self.reduced / max(1, self.coordinates)
 
     def __add__(self, other: Costs) -> Costs:
-        return Costs(*(mine + theirs for mine, theirs in zip(_all(self), _all(other), strict=True)))
+        return Costs(*map(add, _all(self), _all(other)))
+
+    def count(self, outcome: Outcome) -> None:
+        """Add what a vector's step has done, in numbers of the host."""
+        self.coordinates += outcome.coordinates
+        self.asked += outcome.asked
+        self.selected += int(outcome.sent)
+        self.reduced += min(int(outcome.entries), outcome.coordinates)
+        if outcome.finite:
+            self.magnitude += float(outcome.magnitude)
 
     def count_whole(self, coordinates: int) -> None:
         """Add coordinates that all ranks send whole."""

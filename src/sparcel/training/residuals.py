@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparcel.memory import wide_dtype
-from sparcel.schemes import Begun, Layer, Scheme
+from sparcel.schemes import Layer, Outcome, Scheme
 from sparcel.side_stream import used_here
 from sparcel.training.flush import Flush
 from sparcel.training.layout import Layout, Piece, Position, copy_pieces, layers_of, rearranged
@@ -134,7 +134,7 @@ class Residuals:
         return {name: method for name, method in chosen.items() if method is not None}
 
     def commit(
-        self, begun: Iterable[tuple[Scheme, Begun]], left: Mapping[str, Tensor], will_owe: bool
+        self, begun: Iterable[tuple[Scheme, Outcome]], left: Mapping[str, Tensor], will_owe: bool
     ) -> float:
         """Let a step take effect, and return the magnitude that was flushed; see `Flush.commit`."""
         for scheme, step in begun:
