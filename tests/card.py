@@ -3,13 +3,16 @@
 `on_card()` makes a device of type ``card`` that takes the place of a GPU. Triton's interpreter runs
 the kernels. `HostReadError` is raised by all that would make the host wait for a GPU: reading a
 number, results whose length depends on the data, and copies from and to memory that is not pinned.
-What is left is `sparcel.device.read`, which `sparcel.device.reads` counts.
+What is left is `sparcel.device.read`, which `sparcel.device.reads` counts. `launches` lists the
+kernels and copies that the host would give a GPU.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -34,10 +37,63 @@ _LENGTH_DEPENDS_ON_DATA = {
     *("bincount", "isin", "_local_scalar_dense", "is_nonzero", "equal", "item"),
 }
 _COPIES = {"_to_copy", "copy_"}
+_NO_KERNELS = {"new_empty", "new_empty_strided", "empty_like", "_unsafe_view", "record_stream"}
+"""What runs nothing on a GPU, beside views."""
 
 
 class HostReadError(AssertionError):
     """The host would have waited for the card."""
+
+
+@dataclass
+class Launches:
+    """What a GPU was given to do, by name, in the order in which the host queued it.
+
+    Attributes
+    ----------
+    triton, torch
+        Kernels: Triton's, and operations of torch, of which some launch more than one.
+    copies
+        Between the host and the GPU.
+    """
+
+    triton: list[str] = field(default_factory=list)
+    torch: list[str] = field(default_factory=list)
+    copies: list[str] = field(default_factory=list)
+
+    def kernels(self) -> int:
+        """Return how many kernels were launched, Triton's and torch's."""
+        return len(self.triton) + len(self.torch)
+
+
+_counting: list[tuple[Launches, int | None]] = []
+"""What is being counted, and of which thread; None for all."""
+
+
+@contextmanager
+def launches(everywhere: bool = False) -> Iterator[Launches]:
+    """List what this thread gives the card to do meanwhile, or what all threads do."""
+    counted = Launches(), None if everywhere else threading.get_ident()
+    _counting.append(counted)
+    try:
+        yield counted[0]
+    finally:
+        _counting[:] = [one for one in _counting if one is not counted]
+
+
+def _count(kind: str, name: str) -> None:
+    for counted, thread in _counting:
+        if thread in (None, threading.get_ident()):
+            getattr(counted, kind).append(name)
+
+
+def _count_operation(func: Any, crosses: bool, results: Any) -> None:
+    """Count an operation of torch. Views are none to a GPU, nor is anything without entries."""
+    name = func.overloadpacket.__name__
+    found = [one for one in tree_flatten(results)[0] if isinstance(one, Tensor)]
+    if func.is_view or name in _NO_KERNELS or not any(one.numel() for one in found):
+        return
+    _count("copies" if crosses else "torch", name)
 
 
 class OnCard(Tensor):
@@ -72,7 +128,7 @@ class OnCard(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        check(func, args, kwargs)
+        crosses = check(func, args, kwargs)
         flat, _ = tree_flatten((args, kwargs))
         wrappers = {id(one.inner): one for one in flat if isinstance(one, OnCard)}
         to_host = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
@@ -81,6 +137,7 @@ class OnCard(Tensor):
         kwargs.pop("pin_memory", None)
         plain = tree_map_only(OnCard, lambda one: one.inner, (args, kwargs))
         result = func(*plain[0], **plain[1])
+        _count_operation(func, crosses, result)
         if to_host or (func.overloadpacket.__name__ == "copy_" and not isinstance(args[0], OnCard)):
             return result
         return tree_map_only(Tensor, lambda one: _wrapped(one, wrappers), result)
@@ -91,8 +148,11 @@ def _wrapped(inner: Tensor, wrappers: dict[int, OnCard]) -> OnCard:
     return wrappers[id(inner)] if id(inner) in wrappers else OnCard(inner)
 
 
-def check(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Raise `HostReadError` where the host would wait, and for tensors on two devices."""
+def check(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether an operation copies between the host and the card.
+
+    Raise `HostReadError` where the host would wait, and `RuntimeError` for tensors on two devices.
+    """
     name = func.overloadpacket.__name__
     given = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor)]
     if name in _LENGTH_DEPENDS_ON_DATA:
@@ -103,6 +163,7 @@ def check(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     if name in ("index", "index_put", "index_put_", "_unsafe_index") and masks:
         raise HostReadError(f"{name} by a mask waits for the GPU")
     on_host = [one for one in given if not isinstance(one, OnCard) and one.ndim]
+    crosses = False
     if name in _COPIES:
         target = kwargs.get("device")
         crosses = bool(on_host) or (target is not None and torch.device(target).type != CARD)
@@ -111,6 +172,7 @@ def check(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
             raise HostReadError(f"{name} between the host and the GPU waits for it")
     elif on_host:
         raise RuntimeError(f"{name} of tensors on the host and on the card")
+    return crosses
 
 
 class _Module(_DummyBackendModule):
@@ -140,14 +202,17 @@ def _register() -> None:
 
     @torch.library.impl("aten::arange.start_step", "PrivateUse1")
     def arange(start: Any, end: Any, step: Any = 1, dtype: Any = None, **_: Any) -> Tensor:
+        _count("torch", "arange")
         return OnCard(torch.arange(start, end, step, dtype=dtype, device="cpu"))
 
     @torch.library.impl("aten::arange.start", "PrivateUse1")
     def arange_from(start: Any, end: Any, dtype: Any = None, **_: Any) -> Tensor:
+        _count("torch", "arange")
         return OnCard(torch.arange(start, end, dtype=dtype, device="cpu"))
 
     @torch.library.impl("aten::arange", "PrivateUse1")
     def arange_to(end: Any, dtype: Any = None, **_: Any) -> Tensor:
+        _count("torch", "arange")
         return OnCard(torch.arange(end, dtype=dtype, device="cpu"))
 
     @torch.library.impl("aten::_copy_from", "PrivateUse1")
@@ -206,10 +271,11 @@ def on_card() -> Iterator[torch.device]:
 
     def unwrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         plain = tree_map_only(OnCard, lambda one: one.inner, (args, kwargs))
+        _count("triton", self.fn.__name__)
         return start(self, *plain[0], **plain[1])
 
     interpreter.GridExecutor.__call__ = unwrapped
-    device._pinned, device._copied = _as_it_is, _read
+    device._pinned, device._copied = _unpinned, _read
     device.GPUS.add(CARD)
     try:
         with interpreted():
@@ -230,9 +296,10 @@ def seen(tensor: Tensor) -> Tensor:
     return tensor.inner if isinstance(tensor, OnCard) else tensor
 
 
-def _as_it_is(host: Tensor) -> Tensor:
-    return host
+def _unpinned(shape: Any, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
 
 
 def _read(control: Tensor) -> Tensor:
+    _count("copies", "read")
     return seen(control).clone()

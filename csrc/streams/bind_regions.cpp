@@ -54,7 +54,8 @@ nb::object given(Written& written) {
 }
 
 // Computes scratch = memory + what enters, and takes out of it what this rank sends of the other
-// regions. Returns the messages by rank, their entries, and the magnitude that left.
+// regions. Returns the messages by rank, an empty one for its own, their entries, and by how much
+// the magnitude fell.
 nb::tuple enter(const InOut& memory, const InOut& gradient, const InOut& scratch, double scale,
                 size_t rank, size_t ranks, size_t block, const Shares& shares,
                 const std::vector<size_t>& most, bool dense, int bits, size_t group, uint64_t step,
@@ -81,46 +82,44 @@ nb::tuple enter(const InOut& memory, const InOut& gradient, const InOut& scratch
     size_t count = 0;
     double magnitude = 0;
     for (size_t owner = 0; owner < ranks; ++owner) {
-        messages.append(owner == rank ? nb::none() : given(written[owner]));
+        messages.append(given(written[owner]));
         count += written[owner].count;
         magnitude += written[owner].magnitude;
     }
     return nb::make_tuple(messages, count, magnitude);
 }
 
-// The messages of some regions, or the number of one that is not what its header says.
-struct Arrived {
-    std::vector<Packed> packed;
-    ptrdiff_t wrong = -1;
-};
+// Messages, checked; none if one of them is not what its header should say.
+using Arrived = std::optional<std::vector<Packed>>;
 
+// Reads a message by rank, but for that of `skipped`.
 template <class LengthOf>
-Arrived read_all(const std::vector<Bytes>& messages, const std::vector<Header>& headers,
-                 const Coding& coding, const LengthOf& length_of) {
-    Arrived arrived;
+Arrived read_all(const std::vector<Bytes>& messages, size_t skipped,
+                 const std::vector<Header>& headers, const Coding& coding,
+                 const LengthOf& length_of) {
+    std::vector<Packed> arrived;
     for (size_t i = 0; i < messages.size(); ++i) {
+        if (i == skipped) continue;
         auto one = read_packed(messages[i].data(), messages[i].size(), headers[i], coding);
-        if (!one) {
-            arrived.wrong = ptrdiff_t(i);
-            break;
-        }
+        if (!one) return {};
         require(one->length == length_of(i), "a message is of another region");
-        arrived.packed.push_back(std::move(*one));
+        arrived.push_back(std::move(*one));
     }
     return arrived;
 }
 
-// Adds messages to this rank's region of x, and takes out of it what it returns. Gives the
-// message, by how much the region's magnitude fell, and the number of a message that is something
-// else (-1 for none; nothing has changed then).
+// Adds the other ranks' messages to this rank's region of x, and takes out of it what it returns.
+// Gives the message, by how much the region's magnitude fell, and whether a message was something
+// else (nothing has changed then).
 nb::tuple collect(const InOut& x, const std::vector<Bytes>& messages, nb::bytes expected,
                   size_t rank, size_t ranks, size_t block, const Shares& shares, size_t most,
                   bool dense, int bits, size_t group, uint64_t step, nb::bytes header,
                   int threads) {
     require(x.dtype() == dtype_of<float>(), "the vector must be float32");
+    require(messages.size() == ranks, "there must be a message for each rank");
     const Regions regions = regions_of(x.size(), ranks, block, rank);
     const Selection selection = selection_of(shares, x.size(), dense, bits, group, step);
-    const std::vector<Header> headers(messages.size(), header_of(expected));
+    const std::vector<Header> headers(ranks, header_of(expected));
     Header leaving = header_of(header);
     float* const sums = data<float>(x);
     double added = 0;
@@ -128,44 +127,44 @@ nb::tuple collect(const InOut& x, const std::vector<Bytes>& messages, nb::bytes 
     Written returned;
     {
         nb::gil_scoped_release release;
-        arrived = read_all(messages, headers, selection.coding,
+        arrived = read_all(messages, rank, headers, selection.coding,
                            [&](size_t) { return regions.length(rank); });
-        if (arrived.wrong < 0) {
-            for (const Packed& one : arrived.packed) {
+        if (arrived) {
+            for (const Packed& one : *arrived) {
                 if (!one.finite) leaving.flags = uint8_t(leaving.flags | kNonFinite);
             }
-            added = add_packed(regions, rank, arrived.packed, selection.coding, sums, threads);
+            added = add_packed(regions, rank, *arrived, selection.coding, sums, threads);
             returned = take_own(regions, rank, selection, most, leaving, sums);
         }
     }
-    if (arrived.wrong >= 0) return nb::make_tuple(nb::none(), 0.0, arrived.wrong);
-    return nb::make_tuple(given(returned), returned.magnitude - added, arrived.wrong);
+    return nb::make_tuple(given(returned), returned.magnitude - added, !arrived);
 }
 
 // Writes what all owners returned, over the divisor, to `out`. Gives the entries, whether all that
-// was written is finite, and the number of a message as `collect` does.
+// was written is finite, and whether a message was something else.
 nb::tuple deliver(const std::vector<Bytes>& messages, const std::vector<nb::bytes>& expected,
                   size_t block, int bits, size_t group, double divisor, const InOut& out,
                   int threads) {
-    const Regions regions = regions_of(out.size(), messages.size(), block, 0);
+    const size_t ranks = messages.size();
+    const Regions regions = regions_of(out.size(), ranks, block, 0);
     const Coding coding = coding_of(bits, group);
-    const std::vector<Header> headers = headers_of(expected, regions.ranks);
+    const std::vector<Header> headers = headers_of(expected, ranks);
     size_t count = 0;
     bool finite = true;
     Arrived arrived;
     {
         nb::gil_scoped_release release;
-        arrived = read_all(messages, headers, coding,
+        arrived = read_all(messages, ranks, headers, coding,
                            [&](size_t owner) { return regions.length(owner); });
-        if (arrived.wrong < 0) {
-            for (const Packed& one : arrived.packed) count += one.count;
+        if (arrived) {
+            for (const Packed& one : *arrived) count += one.count;
             with_type<Half, Brain, float>(out.dtype(), [&]<class Out>(Type<Out>) {
-                finite = write_all(regions, arrived.packed, coding, float(divisor), threads,
+                finite = write_all(regions, *arrived, coding, float(divisor), threads,
                                    data<Out>(out));
             });
         }
     }
-    return nb::make_tuple(count, finite, arrived.wrong);
+    return nb::make_tuple(count, finite, !arrived);
 }
 
 }  // namespace

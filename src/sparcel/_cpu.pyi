@@ -268,10 +268,10 @@ def enter(
     step: int,
     leaving: Sequence[bytes],
     threads: int,
-) -> tuple[list[Tensor | None], int, float]: ...
+) -> tuple[list[Tensor], int, float]: ...
 def collect(
     x: Tensor,
-    messages: Sequence[Tensor],
+    messages: Sequence[Tensor] | Tensor,
     expected: bytes,
     rank: int,
     ranks: int,
@@ -284,9 +284,9 @@ def collect(
     step: int,
     header: bytes,
     threads: int,
-) -> tuple[Tensor | None, float, int]: ...
+) -> tuple[Tensor, float, bool]: ...
 def deliver(
-    messages: Sequence[Tensor],
+    messages: Sequence[Tensor] | Tensor,
     expected: Sequence[bytes],
     block: int,
     bits: int,
@@ -294,7 +294,7 @@ def deliver(
     divisor: float,
     out: Tensor,
     threads: int,
-) -> tuple[int, bool, int]: ...
+) -> tuple[int, bool, bool]: ...
 
 # Changes of weights: see csrc/delta/bind_delta.cpp. A piece has its elements, or None if they are
 # not known, its count, key, first, row and stride.

@@ -6,6 +6,7 @@ a round is the caller's business; how many bytes it takes is the format's.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -117,12 +118,13 @@ def ring(rank: int, ranks: int) -> list[Round]:
     return [Round(after, before, 1) for _ in range(ranks - 1)]
 
 
-def rotation(rank: int, ranks: int) -> list[Round]:
+@lru_cache(maxsize=64)
+def rotation(rank: int, ranks: int) -> tuple[Round, ...]:
     """Send to each other rank directly, each rank beginning with the one after it.
 
     No rank is everybody's first: in step s all messages go s ranks up.
     """
-    return [Round((rank + s) % ranks, (rank - s) % ranks, s) for s in range(1, ranks)]
+    return tuple([Round((rank + s) % ranks, (rank - s) % ranks, s) for s in range(1, ranks)])
 
 
 def regions(size: int, ranks: int) -> list[int]:

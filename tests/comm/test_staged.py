@@ -14,14 +14,15 @@ from torch import Tensor
 import sparcel
 from sparcel import SparseStream, device, simulate
 from sparcel.collectives import ALGORITHMS, broadcast
-from sparcel.comm import ALL_CONTROL, Communicator, carry, resolve
+from sparcel.comm import ALL_CONTROL, Communicator, Traffic, carry, resolve
+from sparcel.comm.engine import row_bytes
 from sparcel.comm.staged import Staged
-from sparcel.errors import CommunicationError, FormatError, InputError
+from sparcel.errors import CommunicationError, FormatError, InputError, MismatchError
 from sparcel.formats import Format
 from sparcel.ops import SUM
 from sparcel.rates import Rates
 from sparcel.wire import Wire
-from tests.card import OnCard, moved, on_card, seen
+from tests.card import CARD, OnCard, moved, on_card, seen
 from tests.strategies import case_of, full
 
 pytest.importorskip("triton")
@@ -51,7 +52,11 @@ def on_ranks(world: int, card: torch.device, job: Callable[[Communicator], Any])
 
 
 def others(comm: Communicator) -> list[int]:
-    return [rank for rank in range(comm.size) if rank != comm.rank]
+    return others_of(comm.rank, comm.size)
+
+
+def others_of(rank: int, world: int) -> list[int]:
+    return [other for other in range(world) if other != rank]
 
 
 @given(
@@ -123,6 +128,88 @@ def test_blocks_and_parts_are_exchanged_by_one_read(world: int, card: torch.devi
     for rank, (result, reads) in enumerate(on_ranks(world, card, swapped)):
         assert torch.equal(result, torch.cat([numbers(rank + to, 3) for to in range(world)]))
         assert reads == 1
+
+
+LENGTH_AT = 1
+"""Messages of `written` say their length there."""
+
+
+def written(source: int, to: int) -> Tensor:
+    """Return a message of 3 bytes or more: whose it is, and how long."""
+    content = (source, 3 + (7 * source + 5 * to) % 30, *range(source, source + 50))
+    return torch.tensor(content[: content[LENGTH_AT]], dtype=torch.uint8)
+
+
+def length(row: Tensor) -> int:
+    assert row.device.type == "cpu"
+    return int(row[LENGTH_AT])
+
+
+def in_rows(messages: list[Tensor], bounds: list[int]) -> Tensor:
+    """Return messages as a GPU makes them, with anything beyond them."""
+    rows = torch.full((len(messages), row_bytes(bounds)), 171, dtype=torch.uint8)
+    for row, message in zip(rows, messages, strict=True):
+        row[: message.numel()] = message
+    return rows
+
+
+@given(
+    world=st.integers(1, 5),
+    slack=st.integers(0, 40),
+    places=st.lists(st.sampled_from(["host", "rows", "list"]), min_size=5, max_size=5),
+)
+def test_messages_are_swapped_and_spread_by_one_read(
+    world: int, slack: int, places: list[str]
+) -> None:
+    """Ranks may have messages on the host, or on a GPU in rows or of exact lengths."""
+    bounds = [32 + slack + rank for rank in range(world)]
+
+    def exchanged(comm: Communicator) -> tuple[list[list[Tensor]], int, Traffic]:
+        place, before = places[comm.rank], device.reads()
+        leaving = [written(comm.rank, to) for to in range(world)]
+        message = written(comm.rank, 9)
+        if place == "host":
+            rows = comm.swap(leaving, bounds, length), comm.spread(message, bounds, length)
+            return [list(one) for one in rows], 2 * (world > 1), comm.traffic
+        far = carry(comm, torch.device(CARD, 0))
+        if place == "rows":
+            swapped = far.swap(moved(in_rows(leaving, bounds)), bounds, length)
+            spread = far.spread(moved(in_rows([message], bounds)[0]), bounds, length)
+        else:
+            swapped = far.swap(list(map(moved, leaving)), bounds, length)
+            spread = far.spread(moved(message), bounds, length)
+        for arrived in (swapped, spread) if world > 1 else (spread,):
+            assert isinstance(arrived, OnCard)
+            assert arrived.shape == (world, row_bytes(bounds))
+        found = [[seen(row) for row in rows] for rows in (swapped, spread)]
+        return found, device.reads() - before, comm.traffic
+
+    for rank, (found, reads, traffic) in enumerate(simulate(world, exchanged).results):
+        swapped, spread = found
+        for source in range(world):
+            message = written(source, 9)
+            assert torch.equal(spread[source][: message.numel()], message)
+        for source in others_of(rank, world):
+            message = written(source, rank)
+            assert torch.equal(swapped[source][: message.numel()], message)
+        assert reads == 2 * (world > 1)
+        sent = [written(rank, to) for to in others_of(rank, world)]
+        sent += [written(rank, 9)] * (world - 1)
+        assert (traffic.messages_sent, traffic.bytes_sent) == (
+            len(sent),
+            sum(map(Tensor.numel, sent)),
+        )
+
+
+def test_a_message_of_another_length_than_it_says_never_fills_a_row(card: torch.device) -> None:
+    def exchange(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.spread(written(0, 9)[:-1], [40, 40], length)
+        else:
+            carry(comm, card).spread(moved(written(1, 9)), [40, 40], length)
+
+    with pytest.raises(MismatchError, match="sent 17 bytes to rank 1, which expected 18"):
+        simulate(2, exchange)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])

@@ -24,7 +24,7 @@ else:
     card._register()
     card.check = lambda *_: None  # definitions may wait for a GPU
     device.GPUS.add(card.CARD)
-    device._pinned, device._copied = card._as_it_is, card._read
+    device._pinned, device._copied = card._unpinned, card._read
     put, got = card.moved, card.seen
 
 def steps(comm, far):

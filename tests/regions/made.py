@@ -1,9 +1,9 @@
-"""Steps of the two exchanges on the simulated cluster, fused or with streams."""
+"""Steps of the two exchanges on the simulated cluster, compiled or by definition."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 from unittest.mock import patch
@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sparcel
-from sparcel import simulate
+from sparcel import kernels, simulate
 from sparcel.comm import SimulatedCommunicator
 from sparcel.formats import FewBits, Format
-from sparcel.regions.by_streams import ByStreams
-from sparcel.regions.fused import Fused
+from sparcel.kernels.definitions import regions
 from sparcel.schemes import Bidirectional, Costs, Request
 from tests.kernels.paths import Case, isas, using
 
@@ -104,8 +103,8 @@ class Found(NamedTuple):
     """Of each exchange what it sent, by destination."""
 
 
-def run(case: Steps, fused: bool = True, stream: bool = False) -> list[Found]:
-    """Do the steps; every rank's are fused, or none."""
+def run(case: Steps, compiled: bool = True, stream: bool = False) -> list[Found]:
+    """Do the steps; every rank's are compiled, or none."""
 
     def on_rank(comm: SimulatedCommunicator) -> Found:
         torch.set_num_threads(case.threads)  # simulated ranks have one unless told
@@ -134,21 +133,24 @@ def run(case: Steps, fused: bool = True, stream: bool = False) -> list[Found]:
 
     with (
         using(case.isa),
-        passes(fused),
+        passes(compiled),
         patch.object(SimulatedCommunicator, "exchange_parts", recording),
     ):
         return list(simulate(case.ranks, on_rank).results)
 
 
 @contextmanager
-def passes(fused: bool) -> Iterator[None]:
-    """Do all steps with compiled passes, or all with streams."""
-    if fused:
-        with patch.object(ByStreams, "enter", side_effect=AssertionError("not fused")):
-            yield
-    else:
-        with patch.object(Fused, "can", return_value=False):
-            yield
+def passes(compiled: bool) -> Iterator[None]:
+    """Do all steps with compiled passes, or all with their definition."""
+    with ExitStack() as patches:
+        for name in ("enter", "collect", "deliver"):
+            definition = getattr(regions, name)
+            if compiled:
+                wrong = AssertionError("not compiled")
+                patches.enter_context(patch.object(regions, name, side_effect=wrong))
+            else:
+                patches.enter_context(patch.object(kernels, name, definition))
+        yield
 
 
 @st.composite

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel.formats import RAW, format_named
+from sparcel.kernels.definitions.regions import sampled_places, sampled_threshold
 from sparcel.kernels.phase import LARGEST_BLOCK, SMALLEST_BLOCK
 from sparcel.regions import Regions, phase
-from sparcel.regions.by_streams import sampled_places, sampled_threshold
 from tests.kernels.paths import Case
 from tests.regions.made import KINDS, SIZES, ranges
 

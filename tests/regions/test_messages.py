@@ -12,18 +12,15 @@ from torch import Tensor
 
 from sparcel import formats, kernels, simulate
 from sparcel.comm import SimulatedCommunicator
-from sparcel.errors import CommunicationError, FormatError, MismatchError
+from sparcel.errors import CommunicationError, FormatError
 from sparcel.formats import HEADER_BYTES, Expected, Format, format_named
 from sparcel.regions import Phase, Regions, phase
-from sparcel.regions.by_streams import ByStreams
-from sparcel.regions.fused import Fused
 from sparcel.schemes.bidirectional import RETURNED
-from sparcel.wire import Wire
 from tests.kernels.paths import Case, isas, using
-from tests.regions.made import Steps
+from tests.regions.made import Steps, passes
 from tests.strategies import same_bits
 
-RANKS, ME = 3, 1
+RANKS, ME, STEP = 3, 1, 0
 
 sizes = st.sampled_from([64, 200, 700, 1500, 5000])
 formats_ = st.sampled_from(["packed:8", "packed:4", "packed:2"])
@@ -37,51 +34,53 @@ class Owner:
         self.up = self._phase(density)
         self.down = self._phase(min(1.0, RETURNED * density))
         self.scratch = [torch.empty(size) for _ in range(RANKS)]
-        self.fused, self.others = [], []
-        for rank, scratch in enumerate(self.scratch):
-            gradient = Case(kind, size, torch.float32, rank).vector()
-            addition = kernels.Addition(torch.zeros(size), gradient, scratch)
-            wire = Wire(Ranked(rank), format)  # type: ignore[arg-type]
-            self.fused.append(Fused(addition, wire))
-            self.others.append(ByStreams(addition, wire))
-        sent = [one.enter(self.up) for one in self.fused]
-        self.arrived = {rank: list(sent[rank][ME]) for rank in range(RANKS) if rank != ME}
+        self.additions = [
+            kernels.Addition(
+                torch.zeros(size), Case(kind, size, torch.float32, rank).vector(), scratch
+            )
+            for rank, scratch in enumerate(self.scratch)
+        ]
+        sent = self._entered()
+        self.arrived = [sent[rank][ME] for rank in range(RANKS)]
+
+    def _entered(self) -> list[Any]:
+        """Return what each rank sends up."""
+        return [
+            kernels.enter(addition, self.up, rank, STEP).messages
+            for rank, addition in enumerate(self.additions)
+        ]
+
+    def _collected(self, rank: int, arrived: list[Tensor]) -> kernels.Collected:
+        return kernels.collect(self.additions[rank], arrived, self.up, self.down, rank, STEP)
 
     def _phase(self, density: float) -> Phase:
         return phase(self.regions, ((self.regions.size, density),), self.format, torch.float32)
 
-    def collect(self, source: int, message: Tensor) -> Any:
+    def collect(self, source: int, message: Tensor) -> kernels.Collected:
         """Collect what arrived, where one message is another; leave the vector as it was."""
         kept = self.scratch[ME].clone()
         try:
-            return self.fused[ME].collect({**self.arrived, source: [message]}, self.up, self.down)
+            return self._collected(ME, replaced(self.arrived, source, message))
         finally:
             self.changed = not same_bits(kept, self.scratch[ME])
             self.scratch[ME].copy_(kept)
 
-    def deliver(self, owner: int, message: Tensor, valid: list[Tensor]) -> Any:
+    def deliver(self, owner: int, message: Tensor, valid: list[Tensor]) -> kernels.Delivered:
         """Deliver what the owners returned, where one message is another."""
-        returned = {rank: [one] for rank, one in enumerate(valid)}
         out = torch.empty(self.regions.size)
-        return self.fused[ME].deliver({**returned, owner: [message]}, self.down, 3.0, out)
+        return kernels.deliver(out, replaced(valid, owner, message), self.down, 3.0)
 
     def returned(self) -> list[Tensor]:
         """Return messages such as owners return; each adds what a rank sends of its region."""
-        sent = [one.enter(self.up) for one in self.fused]
-        messages = []
-        for rank in range(RANKS):
-            arrived = {other: sent[other][rank] for other in range(RANKS) if other != rank}
-            messages.append(self.fused[rank].collect(arrived, self.up, self.down)[0])
-        return messages
+        sent = self._entered()
+        return [
+            self._collected(rank, [sent[other][rank] for other in range(RANKS)]).message
+            for rank in range(RANKS)
+        ]
 
 
-class Ranked:
-    """A communicator of which only the place is asked."""
-
-    size = RANKS
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+def replaced(messages: list[Tensor], place: int, message: Tensor) -> list[Tensor]:
+    return [*messages[:place], message, *messages[place + 1 :]]
 
 
 @given(sizes, formats_, st.sampled_from([0.01, 0.1, 0.4, 0.99]), isas)
@@ -92,7 +91,8 @@ def test_messages_hold_the_streams_of_the_region(
     with using(isa):
         owner = Owner(size, format_named(name), density)
         regions = owner.regions
-        for source, (message,) in owner.arrived.items():
+        for source in (0, 2):
+            message = owner.arrived[source]
             expected = Expected(regions.length(ME), torch.float32, None)
             stream = formats.decode([message], expected)
             assert stream.finite
@@ -104,15 +104,6 @@ def test_messages_hold_the_streams_of_the_region(
                 None if owner.up.dense else stream.nnz, regions.length(ME), 4
             )
             assert message.numel() <= owner.up.bounds[ME]
-
-
-def refused(call: Any, *arguments: Any) -> bool:
-    """Tell whether a call is refused, with the errors of bad messages alone."""
-    try:
-        call(*arguments)
-    except (FormatError, MismatchError):
-        return True
-    return False
 
 
 @st.composite
@@ -143,9 +134,9 @@ def test_damaged_messages_are_refused_or_harmless(
     """A changed code or scale stands for another value; anything else is refused."""
     with using(isa):
         owner = Owner(size, format_named(name), density)
-        message = owner.arrived[0][0]
+        message = owner.arrived[0]
         damage = data.draw(damages(message.numel()))
-        was_refused = refused(owner.collect, 0, damaged(message, damage))
+        was_refused = owner.collect(0, damaged(message, damage)).fault
         kind, place, other = damage
         if kind == "cut" or (place < HEADER_BYTES and (place, other) != NON_FINITE_FLAG):
             assert was_refused
@@ -153,7 +144,7 @@ def test_damaged_messages_are_refused_or_harmless(
 
         valid = owner.returned()
         damage = data.draw(damages(valid[2].numel()))
-        was_refused = refused(owner.deliver, 2, damaged(valid[2], damage), valid)
+        was_refused = owner.deliver(2, damaged(valid[2], damage), valid).fault
         kind, place, other = damage
         if kind == "cut" or (place < HEADER_BYTES and (place, other) != NON_FINITE_FLAG):
             assert was_refused
@@ -168,8 +159,8 @@ def test_messages_of_other_regions_formats_and_kinds_are_refused(density: float)
         "all coordinates": Owner(700, owner.format, 1.0),
     }
     for source in other.values():
-        assert refused(owner.collect, 0, source.arrived[0][0])
-    assert not refused(owner.collect, 0, owner.arrived[0][0])
+        assert owner.collect(0, source.arrived[0]).fault
+    assert not owner.collect(0, owner.arrived[0]).fault
 
 
 def test_bits_past_the_end_of_a_bitmap_are_refused() -> None:
@@ -177,32 +168,32 @@ def test_bits_past_the_end_of_a_bitmap_are_refused() -> None:
     owner = Owner(700, format_named("packed:4"), 0.4)
     length = owner.regions.length(ME)
     assert length % 64
-    message = owner.arrived[0][0]
+    message = owner.arrived[0]
     past = message.clone()
     past[-1] |= 0x80
-    assert refused(owner.collect, 0, past)
+    assert owner.collect(0, past).fault
     missing = message.clone()
     words = missing[-8 * -(-length // 64) :].view(torch.int64)
     words[0] &= words[0] - 1
-    assert refused(owner.collect, 0, missing)
+    assert owner.collect(0, missing).fault
 
 
 @given(isas, st.sampled_from(["packed:4", "packed:2"]), st.sampled_from([0.05, 0.4]))
-def test_streams_read_what_compiled_passes_refuse_or_take(
+def test_the_definition_reads_messages_of_compiled_passes(
     isa: str, name: str, density: float
 ) -> None:
-    """A stream's pass reads the messages of the compiled ones, and they read its."""
     with using(isa):
         owner = Owner(900, format_named(name), density)
-        found = owner.collect(0, owner.arrived[0][0])
-        beside = owner.others[ME].collect(owner.arrived, owner.up, owner.down)
-        assert same_bits(found[0], beside[0])
+        found = owner.collect(0, owner.arrived[0])
+        with passes(compiled=False):
+            beside = owner.collect(0, owner.arrived[0])
+        assert same_bits(found.message, beside.message)
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("exchange", [0, 1])
 def test_the_receiver_of_a_damaged_message_names_its_sender(
-    monkeypatch: pytest.MonkeyPatch, fused: bool, exchange: int
+    monkeypatch: pytest.MonkeyPatch, compiled: bool, exchange: int
 ) -> None:
     """After the last exchange, the others may have finished their step already."""
     original, calls = SimulatedCommunicator.exchange_parts, {}
@@ -215,8 +206,6 @@ def test_the_receiver_of_a_damaged_message_names_its_sender(
         return original(self, sends, *rest)
 
     monkeypatch.setattr(SimulatedCommunicator, "exchange_parts", damaging)
-    if not fused:
-        monkeypatch.setattr(Fused, "can", lambda *_: False)
     case = Steps(3, 700)
 
     def on_rank(comm: SimulatedCommunicator) -> str:
@@ -228,7 +217,8 @@ def test_the_receiver_of_a_damaged_message_names_its_sender(
             return str(error)
         return "finished"
 
-    first, *others = simulate(3, on_rank).results
+    with passes(compiled):
+        first, *others = simulate(3, on_rank).results
     assert first.startswith("rank 2 sent rank 0 a bad message")
     told = f"rank 0 failed: {first}"
     assert set(others) <= ({told} if exchange == 0 else {told, "finished"})

@@ -1,4 +1,4 @@
-"""The compiled passes compute what the passes with streams do, bit for bit."""
+"""The compiled passes compute what their definition does, bit for bit."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def is_void(found: list[Found]) -> bool:
 @example(Steps(2, 70_001, kind="zeros"))
 @example(Steps(2, 300, density=0.999, format="packed:2", kind="signed zeros"))
 @example(Steps(3, 777, density=1, format="packed:8", layers=((0, 777, 1.0),)))
-def test_fused_steps_equal_those_with_streams(case: Steps) -> None:
-    found, expected = run(case), run(case.plain(), fused=False)
+def test_compiled_steps_are_as_defined(case: Steps) -> None:
+    found, expected = run(case), run(case.plain(), compiled=False)
     assert_same(found, expected, bytes_too=not is_void(expected))
 
 
 @given(cases())
 @few_examples
-def test_streams_of_fused_steps_equal_their_updates(case: Steps) -> None:
+def test_streams_of_steps_equal_their_updates(case: Steps) -> None:
     found = run(case)
     assert_same(run(case, stream=True), found, bytes_too=not is_void(found))
 
@@ -81,7 +81,7 @@ def test_several_threads_give_the_same_bits(isa: str, name: str) -> None:
     found = run(replace(case, isa=isa))
     assert_same(found, run(replace(case, threads=1)))
     if isa == ISAS[0]:
-        assert_same(found, run(case.plain(), fused=False))
+        assert_same(found, run(case.plain(), compiled=False))
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ def test_what_is_not_finite_makes_the_step_void_on_all_ranks(
         return made
 
     monkeypatch.setattr(Steps, "gradient", poisoned)
-    for fused in (True, False):
-        for one, before in zip(run(case, fused), clean, strict=True):
+    for compiled in (True, False):
+        for one, before in zip(run(case, compiled), clean, strict=True):
             assert same_bits(one.updates[0], before.updates[0])
             assert bool(one.updates[1].isnan().all())
             assert same_bits(one.memories[1], before.memories[0])
@@ -124,7 +124,7 @@ def test_what_is_not_finite_makes_the_step_void_on_all_ranks(
 @given(cases(["special"]))
 @few_examples
 def test_any_values_make_steps_void_alike(case: Steps) -> None:
-    assert_same(run(case), run(case.plain(), fused=False), bytes_too=False)
+    assert_same(run(case), run(case.plain(), compiled=False), bytes_too=False)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -133,7 +133,7 @@ def test_ties_fill_a_message_and_no_more(isa: str, size: int) -> None:
     """All coordinates reach the threshold; the first take the room that there is."""
     case = Steps(3, size, kind="all equal", density=0.01, isa=isa)
     found = run(case)
-    assert_same(found, run(case.plain(), fused=False))
+    assert_same(found, run(case.plain(), compiled=False))
     for one in found:
         assert one.costs.selected <= 2 * sum(2 * math.ceil(0.01 * size / 3) + 64 for _ in range(2))
 
@@ -144,8 +144,8 @@ def test_sums_that_overflow_make_a_void_step(monkeypatch: pytest.MonkeyPatch) ->
     signs = Case("normal", 900, torch.float32).vector().sign()
     monkeypatch.setattr(Steps, "gradient", lambda self, rank, step: signs * largest)
     for returned in (None, 1):
-        for fused in (True, False):
-            for one in run(Steps(4, 900, returned=returned), fused):
+        for compiled in (True, False):
+            for one in run(Steps(4, 900, returned=returned), compiled):
                 assert all(bool(update.isnan().all()) for update in one.updates)
                 assert one.memories == [None, None]
 

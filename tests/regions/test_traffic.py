@@ -52,8 +52,8 @@ def test_no_step_exceeds_the_bounds_of_its_phases(
     down = phase(
         regions, ((case.size, 0.3 if returned is None else returned),), made, torch.float32
     )
-    fused = format.startswith("packed:")
-    for rank, one in enumerate(run(case, fused)):
+    compiled = format.startswith("packed:")
+    for rank, one in enumerate(run(case, compiled)):
         owners = [owner for owner in range(case.ranks) if owner != rank]
         bound = sum(up.bounds[owner] for owner in owners)
         bound += len(owners) * down.bounds[rank]
@@ -66,11 +66,11 @@ def test_no_step_exceeds_the_bounds_of_its_phases(
 def test_steps_send_about_what_is_predicted(ranks: int, format: str, density: float) -> None:
     """The prediction knows the densities, and not how far the samples' thresholds are off."""
     case = Steps(ranks, 200_000, format=format, density=density, steps=1)
-    fused = format == "packed:4"
+    compiled = format == "packed:4"
     problem = Problem(case.size, round(density * case.size), ranks, format=format_named(format))
     told = count(stages_of("bidirectional", default_rates()), problem)
     off = 0.02 + 3 * sqrt((1 - density) / (density * (case.size // 64)))
-    for one in run(case, fused):
+    for one in run(case, compiled):
         assert one.traffic[0] == pytest.approx(told.bytes_sent, rel=off)
         assert one.traffic[1] == pytest.approx(told.bytes_received, rel=off)
 

@@ -27,6 +27,7 @@ from sparcel.comm.engine import Engine as Engine
 from sparcel.comm.engine import Leaving as Leaving
 from sparcel.comm.engine import LostPeerError as LostPeerError
 from sparcel.comm.engine import PeerErrors as PeerErrors
+from sparcel.comm.engine import Rows as Rows
 from sparcel.comm.failure import Failure as Failure
 from sparcel.comm.jobs import Job
 from sparcel.comm.launcher import launched

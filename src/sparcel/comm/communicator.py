@@ -15,7 +15,7 @@ from torch import Tensor
 from sparcel import patterns
 from sparcel._checks import Array, as_tensor
 from sparcel.comm.calls import Call, Calls, digest
-from sparcel.comm.engine import ALL_CONTROL, Arrived, Bounds, Leaving, PeerErrors, whole
+from sparcel.comm.engine import ALL_CONTROL, Arrived, Bounds, Leaving, PeerErrors, Rows, whole
 from sparcel.comm.jobs import Job
 from sparcel.comm.nodes import Grid, nodes_of, own_location, split_in_grid
 from sparcel.comm.traffic import Traffic
@@ -145,6 +145,58 @@ class Communicator(ABC):
     def gather(self, message: Tensor, at_most: int, control: int = 0) -> list[Tensor]:
         """Do what `gather_parts` does with messages in one part; ``control`` as in `exchange`."""
         return [whole(parts) for parts in self.gather_parts([message], at_most, control)]
+
+    def swap(self, messages: Rows, bounds: Sequence[int], length: Callable[[Tensor], int]) -> Rows:
+        """Send each other rank its message; return those that came, by source.
+
+        P−1 messages in one exchange, and none of them is empty.
+
+        Parameters
+        ----------
+        messages
+            By destination, on `device`; this rank's own place may hold anything. On the host they
+            are a list.
+        bounds
+            The most bytes of a message to each rank, by destination; the same on all ranks.
+        length
+            Tells how many bytes of a row are its message, by the message's header. The row is on
+            the host. A carrier that sends rows as they are does not call it.
+
+        Returns
+        -------
+        Rows
+            A list on the host, and a tensor ``[P, L]`` on a GPU, with anything in this rank's own
+            place. A rank that is alone gets what it gave.
+
+        Raises
+        ------
+        CommunicationError, MismatchError
+            As `exchange`; also `MismatchError` when a message that is to fill the start of a row
+            has another length than its header says.
+        """
+        sends, receives, due = {}, {}, bounds[self.rank]
+        for to, source, *_ in patterns.rotation(self.rank, self.size):
+            sends[to], receives[source] = [messages[to]], due
+        arrived = list(messages)
+        for source, parts in self.exchange_parts(sends, receives, ALL_CONTROL).items():
+            (arrived[source],) = parts
+        return arrived
+
+    def spread(
+        self, message: Tensor, bounds: Sequence[int], length: Callable[[Tensor], int]
+    ) -> Rows:
+        """Send every other rank one message; return the messages of all ranks, by rank.
+
+        As `swap`, with this rank's own message in its place, and ``bounds`` by source. The message
+        may be the start of a row ``[L]``.
+        """
+        sends, receives, parts = {}, {}, [message]
+        for to, source, *_ in patterns.rotation(self.rank, self.size):
+            sends[to], receives[source] = parts, bounds[source]
+        arrived = parts * self.size
+        for source, came in self.exchange_parts(sends, receives, ALL_CONTROL).items():
+            (arrived[source],) = came
+        return arrived
 
     def all_to_all(
         self, message: Tensor, leaving: Sequence[int], arriving: Sequence[int]

@@ -26,6 +26,29 @@ Bounds: TypeAlias = Mapping[int, int]
 Arrived: TypeAlias = dict[int, list[Tensor]]
 """The parts of messages that have arrived, by source."""
 
+Rows: TypeAlias = Sequence[Tensor] | Tensor
+"""Messages (uint8) by rank, of exact lengths, or rows of a tensor ``[P, L]`` that begin with them.
+
+L is what `row_bytes` returns. A row may hold anything beyond its message.
+"""
+
+_ROW_ALIGNMENT = 16
+
+
+def row_bytes(bounds: Sequence[int]) -> int:
+    """Return the bytes of a row in which each message fits, given what bounds their bytes."""
+    return -(-max(bounds) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+
+
+def as_rows(messages: Sequence[Tensor], nbytes: int) -> Tensor:
+    """Return a tensor whose rows of ``nbytes`` begin with messages, on their device."""
+    if len(messages) == 1 and messages[0].numel() == nbytes:
+        return messages[0].view(1, -1)
+    rows = messages[0].new_empty(len(messages), nbytes)
+    for row, message in zip(rows, messages, strict=True):
+        row[: message.numel()] = message
+    return rows
+
 
 class Engine(Protocol):
     """Connections of one communicator; only one thread at a time uses them."""

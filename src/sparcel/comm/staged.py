@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Self, TypeVar
 
@@ -11,9 +11,18 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sparcel.comm.communicator import Communicator
-from sparcel.comm.engine import ALL_CONTROL, Arrived, Bounds, Leaving, whole
+from sparcel.comm.engine import (
+    ALL_CONTROL,
+    Arrived,
+    Bounds,
+    Leaving,
+    Rows,
+    as_rows,
+    row_bytes,
+    whole,
+)
 from sparcel.comm.jobs import Job, submit_beside
-from sparcel.device import GPUS, put, read_all
+from sparcel.device import GPUS, put, put_rows, read_all
 from sparcel.ops import Op
 from sparcel.profiling import timed
 from sparcel.rates import Rates
@@ -105,6 +114,36 @@ class Staged(Communicator):
         return whole(self._parted(blocks, control))
 
     @timed("messages")
+    def swap(self, messages: Rows, bounds: Sequence[int], length: Callable[[Tensor], int]) -> Rows:
+        """See `Communicator.swap`; rows are cut to their messages once they are on the host."""
+        if self.size == 1:
+            return messages
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        rows: Rows | dict[int, Tensor]
+        if isinstance(messages, Tensor):
+            (near,) = read_all([messages.view(-1)])
+            rows = near.view(messages.shape)
+        else:
+            near_ones = read_all([messages[rank] for rank in others])
+            rows = dict(zip(others, near_ones, strict=True))
+        leaving = [torch.empty(0, dtype=torch.uint8, device="cpu")] * self.size
+        for rank in others:
+            leaving[rank] = rows[rank][: length(rows[rank])]
+        arrived = self.inner.swap(leaving, bounds, length)
+        return self._in_rows({rank: arrived[rank] for rank in others}, bounds, length)
+
+    @timed("messages")
+    def spread(
+        self, message: Tensor, bounds: Sequence[int], length: Callable[[Tensor], int]
+    ) -> Rows:
+        """See `Communicator.spread` and `swap`."""
+        if self.size == 1:
+            return as_rows([message], row_bytes(bounds))
+        (row,) = read_all([message])
+        arrived = self.inner.spread(row[: length(row)], bounds, length)
+        return self._in_rows(dict(enumerate(arrived)), bounds, length)
+
+    @timed("messages")
     def all_to_all(
         self, message: Tensor, leaving: Sequence[int], arriving: Sequence[int]
     ) -> Tensor:
@@ -149,6 +188,15 @@ class Staged(Communicator):
         payload = self._to_gpu(message[control:])
         # A copy of the control, since a part of the message would keep all of its memory.
         return [message[:control].clone(), payload] if control else [payload]
+
+    def _in_rows(
+        self, messages: Mapping[int, Tensor], bounds: Sequence[int], length: Callable[[Tensor], int]
+    ) -> Tensor:
+        """Return messages on the GPU as rows, by one copy."""
+        for rank, message in messages.items():
+            if message.numel() != (said := length(message)):
+                raise self._errors.other_length(rank, message.numel(), said)
+        return put_rows(messages, self.size, row_bytes(bounds), self.device)
 
     def _to_host(self, parts: Sequence[Tensor]) -> list[Tensor]:
         return read_all([self._on_host.get(part, part) for part in parts])

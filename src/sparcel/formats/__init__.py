@@ -6,7 +6,7 @@ needs on its host; what follows is payload, which stays on its device (`message`
 """
 
 from sparcel.formats.format import RAW, Format, Packet, decode, format_named, merge_messages
-from sparcel.formats.header import HEADER_BYTES, Header
+from sparcel.formats.header import HEADER_BYTES, Header, message_length
 from sparcel.formats.lengths import Lengths
 from sparcel.formats.message import Expected, Message, cut, joined, nbytes_of, whole
 from sparcel.formats.values import FewBits, HalfValues, PlainValues, ValueCode
@@ -29,6 +29,7 @@ __all__ = [
     "format_named",
     "joined",
     "merge_messages",
+    "message_length",
     "nbytes_of",
     "whole",
 ]

@@ -41,6 +41,12 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+def message_length(message: Tensor) -> int:
+    """Return the bytes of a message, given at least its header, on the host."""
+    length: int = _LAYOUT.unpack_from(message.numpy().data)[-1]
+    return length
+
+
 class Header(NamedTuple):
     """The fields of a message's header.
 

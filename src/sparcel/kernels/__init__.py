@@ -16,7 +16,16 @@ from torch import Tensor
 from sparcel import _cpu, device
 from sparcel.kernels import cpu, cpu_ahead
 from sparcel.kernels.addition import Addition as Addition
-from sparcel.kernels.definitions import ahead, few_bits, packing, reduce, select, sets, squares
+from sparcel.kernels.definitions import (
+    ahead,
+    few_bits,
+    packing,
+    reduce,
+    regions,
+    select,
+    sets,
+    squares,
+)
 from sparcel.kernels.definitions.ahead import AdamScale as AdamScale
 from sparcel.kernels.definitions.ahead import Along as Along
 from sparcel.kernels.definitions.ahead import AsAdam as AsAdam
@@ -26,6 +35,9 @@ from sparcel.kernels.definitions.common import magnitude_bits as magnitude_bits
 from sparcel.kernels.definitions.common import widen as widen
 from sparcel.kernels.definitions.few_bits import scales_count as scales_count
 from sparcel.kernels.definitions.packing import packed_words as packed_words
+from sparcel.kernels.definitions.regions import Collected as Collected
+from sparcel.kernels.definitions.regions import Delivered as Delivered
+from sparcel.kernels.definitions.regions import Entered as Entered
 from sparcel.kernels.definitions.squares import CHUNK as CHUNK
 from sparcel.kernels.dispatch import by_device
 from sparcel.kernels.phase import Phase as Phase
@@ -56,6 +68,9 @@ quantize = by_device(few_bits.quantize, cpu.quantize)
 dequantize = by_device(few_bits.dequantize, cpu.dequantize)
 pack_indices = by_device(packing.pack_indices, cpu.pack_indices)
 unpack_indices = by_device(packing.unpack_indices, cpu.unpack_indices)
+enter = by_device(regions.enter, cpu.enter, on_gpu=False)
+collect = by_device(regions.collect, cpu.collect, on_gpu=False)
+deliver = by_device(regions.deliver, cpu.deliver, on_gpu=False)
 sums_of_squares = by_device(squares.sums_of_squares, cpu.sums_of_squares, on_gpu=False)
 moved = by_device(ahead.moved, cpu_ahead.moved, on_gpu=False)
 

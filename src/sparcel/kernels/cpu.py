@@ -11,7 +11,8 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # it is 
 
 from sparcel import _cpu
 from sparcel.kernels.addition import Addition
-from sparcel.kernels.definitions import few_bits, reduce, squares
+from sparcel.kernels.definitions import few_bits, reduce, regions, squares
+from sparcel.kernels.phase import Phase
 from sparcel.ops import Op
 
 
@@ -151,6 +152,71 @@ def pack_indices(indices: Tensor, size: int) -> Tensor:
 
 def unpack_indices(words: Tensor, count: int, size: int) -> Tensor | None:
     return _cpu.unpack_indices(to_dlpack(words), count, size)
+
+
+def enter(addition: Addition, up: Phase, rank: int, step: int) -> regions.Entered:
+    it = addition
+    if not up.group or it.entering is not None or it.clear:
+        return regions.enter(addition, up, rank, step)
+    made = _cpu.enter(
+        it.memory,
+        it.gradient,
+        it.scratch,
+        it.scale,
+        rank,
+        up.regions.ranks,
+        up.regions.block,
+        up.shares,
+        up.most,
+        up.dense,
+        up.bits,
+        up.group,
+        step,
+        up.headers,
+        torch.get_num_threads(),
+    )
+    return regions.Entered(*made)
+
+
+def collect(
+    addition: Addition,
+    arrived: Sequence[Tensor] | Tensor,
+    up: Phase,
+    down: Phase,
+    rank: int,
+    step: int,
+) -> regions.Collected:
+    if not (up.group and down.group) or addition.entering is not None:
+        return regions.collect(addition, arrived, up, down, rank, step)
+    made = _cpu.collect(
+        addition.scratch,
+        arrived,
+        up.headers[rank],
+        rank,
+        down.regions.ranks,
+        down.regions.block,
+        down.shares,
+        down.most[rank],
+        down.dense,
+        down.bits,
+        down.group,
+        step,
+        down.headers[rank],
+        torch.get_num_threads(),
+    )
+    return regions.Collected(*made)
+
+
+def deliver(
+    out: Tensor, returned: Sequence[Tensor] | Tensor, down: Phase, divisor: float
+) -> regions.Delivered:
+    if not down.group:
+        return regions.deliver(out, returned, down, divisor)
+    threads = torch.get_num_threads()
+    made = _cpu.deliver(
+        returned, down.headers, down.regions.block, down.bits, down.group, divisor, out, threads
+    )
+    return regions.Delivered(*made)
 
 
 def _width(dense: Tensor) -> int:

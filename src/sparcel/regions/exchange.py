@@ -12,21 +12,21 @@ update = what all owners returned / P
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparcel.comm import Call
-from sparcel.formats import Format
+from sparcel import device, kernels
+from sparcel._checks import finite_flag
+from sparcel.comm import Rows
+from sparcel.errors import FormatError
+from sparcel.formats import Expected, message_length
 from sparcel.kernels import Addition, Phase
-from sparcel.patterns import rotation
-from sparcel.regions.by_streams import ByStreams
-from sparcel.regions.fused import Fused
 from sparcel.stages import Exchange, Problem, Stage, Work
-from sparcel.stream import SparseStream
+from sparcel.stream import SparseStream, all_of
 from sparcel.wire import Wire
 
 
@@ -39,20 +39,17 @@ class Returned(NamedTuple):
         Like the gradient: dense and in ``out``, if that was given, else a stream. Not ``finite`` if
         a vector or an average is not.
     entries
-        How many coordinates came back.
+        How many coordinates came back; on a GPU a tensor.
     sent
-        How many entries this rank sent to other owners.
+        How many entries this rank sent to other owners; on a GPU a tensor.
     magnitude
-        By how much the magnitude of memory and gradient fell.
-    applied
-        The coordinates that this rank selected, in parts, if the memory has momentum.
+        By how much the magnitude of memory and gradient fell; on a GPU a tensor.
     """
 
     average: SparseStream
-    entries: int
-    sent: int
+    entries: int | Tensor
+    sent: int | Tensor
     magnitude: float | Tensor
-    applied: Sequence[Tensor]
 
 
 def exchange_regions(
@@ -63,7 +60,9 @@ def exchange_regions(
     divisor: float,
     out: Tensor | None = None,
 ) -> Returned:
-    """Do both exchanges; leave in ``addition.scratch`` what this rank keeps.
+    """Do both exchanges inside a job; leave in ``addition.scratch`` what this rank keeps.
+
+    Inside a call by which the ranks have agreed on the phases, the format, and the vector.
 
     Parameters
     ----------
@@ -78,36 +77,61 @@ def exchange_regions(
     There are two exchanges of P−1 messages, all outstanding at once. Words: those of up, and of
     down, each times (P−1)/P.
     """
-
-    def job() -> Returned:
-        fused = Fused.can(addition, wire.format, (up, down))
-        passes: Fused | ByStreams = (Fused if fused else ByStreams)(addition, wire)
-        rounds = rotation(wire.rank, wire.size)
-        messages = passes.enter(up)
-        arrived = wire.comm.exchange_parts(
-            {owner: messages[owner] for owner, *_ in rounds},
-            {source: up.bounds[wire.rank] for _, source, *_ in rounds},
-            wire.control,
-        )
-        mine = passes.collect(arrived, up, down)
-        returned = wire.comm.exchange_parts(
-            {rank: mine for rank, *_ in rounds},
-            {owner: down.bounds[owner] for _, owner, *_ in rounds},
-            wire.control,
-        )
-        # A stream of the average is made of the messages' streams.
-        reader = ByStreams(addition, wire) if out is None else passes
-        average, entries = reader.deliver({**returned, wire.rank: mine}, down, divisor, out)
-        return Returned(average, entries, passes.sent, passes.magnitude, passes.applied)
-
-    return wire.comm.call(_call(addition.memory.dtype, wire.format, up, down), job)
+    comm, rank, step, dtype = wire.comm, wire.rank, wire.step, addition.memory.dtype
+    entered = kernels.enter(addition, up, rank, step)
+    arrived = comm.swap(entered.messages, up.bounds, message_length)
+    collected = kernels.collect(addition, arrived, up, down, rank, step)
+    device.later(collected.fault, partial(_fault, wire, arrived, up, dtype, rank))
+    returned = comm.spread(collected.message, down.bounds, message_length)
+    if out is None and not down.dense:
+        average = _stream_of(wire, returned, down, divisor, addition)
+        entries: int | Tensor = average.nnz
+    else:
+        update = addition.gradient.new_empty(down.regions.size) if out is None else out
+        entries, finite, fault = kernels.deliver(update, returned, down, divisor)
+        device.later(fault, partial(_fault, wire, returned, down, dtype))
+        average = SparseStream.unchecked(None, update, update.numel(), finite)
+    return Returned(average, entries, entered.sent, entered.magnitude + collected.magnitude)
 
 
-@lru_cache(maxsize=1024)
-def _call(dtype: torch.dtype, format: Format, up: Phase, down: Phase) -> Call:
-    """Describe the exchanges by what all ranks must share."""
-    facts = {"size": up.regions.size, "dtype": dtype, "format": format}
-    return Call.of("exchange_regions", {**facts, "up": up.shares, "down": down.shares})
+def _stream_of(
+    wire: Wire, returned: Rows, down: Phase, divisor: float, addition: Addition
+) -> SparseStream:
+    """Return the average of what the owners returned as a stream, in the gradient's dtype."""
+    regions, dtype = down.regions, addition.gradient.dtype
+    indices, values, flags = [], [], []
+    for owner in range(regions.ranks):
+        expected = Expected(regions.length(owner), addition.memory.dtype, None)
+        stream = wire.decode(owner, [returned[owner]], expected)
+        assert stream.indices is not None, "of a part of a region"
+        indices.append(regions.coordinates(owner, stream.indices))
+        values.append(stream.values)
+        flags.append(stream.finite)
+    average = kernels.average(torch.cat(values), divisor).to(dtype)
+    places, order = torch.cat(indices).sort()
+    places = places.to(kernels.index_dtype(regions.size))
+    finite = all_of([*flags, finite_flag(average)])
+    return SparseStream.unchecked(places, average[order], regions.size, finite)
+
+
+def _fault(
+    wire: Wire,
+    messages: Rows,
+    phase: Phase,
+    dtype: torch.dtype,
+    owner: int | None = None,
+) -> Exception:
+    """Return what is wrong with a message of a region; raise it if the decoder finds it, too.
+
+    ``owner`` is whose region all messages are of; None if each is of its sender's.
+    """
+    for source in range(wire.size):
+        if source != owner:
+            length = phase.regions.length(source if owner is None else owner)
+            wire.decode(source, [messages[source]], Expected(length, dtype, None))
+    return FormatError(
+        f"rank {wire.rank} got a message that does not hold {wire.format.name} values of a region"
+    )
 
 
 def stages(problem: Problem, returned: float) -> Iterator[Stage]:

@@ -18,6 +18,9 @@ _ROOM, _SPARE = 2, 64
 """A message has room for so many times the entries that are expected, and some more: a threshold
 from a sample lets a few more through, and ties may let all through."""
 
+_LONGEST = 2**31 - 1
+"""The longest vector of compiled passes, whose indices are int32."""
+
 _GROUPS = (8, 16, 32, 64)
 """How many values may share a scale in compiled passes: blocks of a region have whole scales."""
 
@@ -72,7 +75,8 @@ def phase(regions: Regions, shares: Shares, format: Format, dtype: torch.dtype) 
         for nnz, length in zip(most, lengths, strict=True)
     ]
     headers = [format.blank_header(length, dtype, dense).pack() for length in lengths]
-    bits, group = _few_bits(format, dense)
+    compiled = dtype == torch.float32 and regions.size <= _LONGEST
+    bits, group = _few_bits(format, dense) if compiled else (0, 0)
     return Phase(
         regions,
         shares,

@@ -206,8 +206,6 @@ class Sparsifier(Scheme):
                 plan.ranks / request.scale,
                 out,
             )
-        for coordinates in returned.applied:
-            self._memory.forget_velocity(coordinates)
         return Outcome(
             returned.average,
             returned.average.finite,
