@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparcel.comm import ALL_CONTROL, Communicator
 from sparcel.schemes import Outcome, Request, Scheme
+from sparcel.schemes.plan import Plan
 from sparcel.stream import SparseStream
 from tests.evenly import even_averager
 
@@ -35,6 +36,7 @@ class Least(Scheme):
         gradient: Tensor,
         comm: Communicator,
         request: Request,
+        plan: Plan,
         out: Tensor | None = None,
     ) -> Outcome:
         assert out is gradient
@@ -42,7 +44,7 @@ class Least(Scheme):
             comm.gather(gradient[:2].view(torch.uint8), 8, ALL_CONTROL)
         total = SparseStream.unchecked(torch.tensor([3]), torch.ones(1), gradient.numel())
         gradient.zero_()
-        return Outcome(total, True, gradient.numel(), 1, 1, 1)
+        return Outcome(total, True, 1, 1, 1.0, gradient.numel(), 1)
 
 
 def counted(comm: Communicator, run: Callable[[], object]) -> int:

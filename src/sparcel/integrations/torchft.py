@@ -15,7 +15,7 @@ from sparcel._checks import FLOAT_DTYPES, check_type, checked_number, checked_wh
 from sparcel.comm import Communicator, Job, TorchCommunicator, Traffic, carry
 from sparcel.errors import CommunicationError, InputError
 from sparcel.integrations._framework import needs
-from sparcel.schemes import Outcome, Request, Scheme, settled
+from sparcel.schemes import Outcome, Request, Scheme
 
 with needs("torchft"):
     from torchft.process_group import ProcessGroupGloo
@@ -130,7 +130,8 @@ class SparseProcessGroup(ProcessGroupGloo):  # type: ignore[misc]
         comm, decay = carry(self._comm, tensor.device), self._decay if takes_part else 1.0
 
         def exchange() -> Outcome:
-            (outcome,), _ = settled([scheme.begin(vector, comm, request, in_place=True)])
+            begun = scheme.begin(vector, comm, request, in_place=True)
+            (outcome,), _ = request.costs.settle([begun])
             vector.mul_(participants)
             if not tensor.is_contiguous():
                 tensor.copy_(vector.view_as(tensor))

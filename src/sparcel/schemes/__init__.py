@@ -24,7 +24,7 @@ from sparcel.schemes.gtopk import stages as gtopk_stages
 from sparcel.schemes.hierarchical import Hierarchical
 from sparcel.schemes.oktopk import OkTopK
 from sparcel.schemes.oktopk import stages as oktopk_stages
-from sparcel.schemes.outcome import Outcome, settled
+from sparcel.schemes.outcome import Outcome
 from sparcel.schemes.papers.sparcml import SparCML
 from sparcel.schemes.plan import named
 from sparcel.schemes.presets import (
@@ -72,7 +72,6 @@ __all__ = [
     "front_loaded_shares",
     "named",
     "scheme",
-    "settled",
     "stages_of",
 ]
 

@@ -107,14 +107,15 @@ class Auto(Selecting):
         gradient: Tensor,
         comm: Communicator,
         request: Request,
+        plan: Plan,
         out: Tensor | None = None,
     ) -> Outcome:
         """See `Scheme.reduce`."""
-        self._choose(gradient, comm, request)
+        self._choose(gradient, comm, plan)
         # Such a step has no memory to send or keep, so it can use the engine's dense all-reduce.
         self._sent_whole = self.chosen == "dense" and not (self._owing or self._alters)
         reduce = self._plain.reduce if self._sent_whole else super().reduce
-        return reduce(gradient, comm, request, out)
+        return reduce(gradient, comm, request, plan, out)
 
     def _take_effect(self) -> None:
         if self._sent_whole:
@@ -137,9 +138,8 @@ class Auto(Selecting):
                 f" of {gradient.numel()} of {gradient.dtype}; make one scheme for each vector"
             )
 
-    def _choose(self, gradient: Tensor, comm: Communicator, request: Request) -> None:
+    def _choose(self, gradient: Tensor, comm: Communicator, plan: Plan) -> None:
         """Choose for this step; all ranks choose the same."""
-        plan = self.plan(gradient, comm, request)
         k = sum([span.k for span in plan.spans])
         terms = (gradient.numel(), gradient.dtype, k, comm, comm.rates)
         if terms != self._terms:

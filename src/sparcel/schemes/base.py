@@ -20,11 +20,11 @@ from sparcel.errors import InputError
 from sparcel.formats import Format
 from sparcel.profiling import profiled
 from sparcel.schemes._state import STATE_HINT, check_memory, owed_in
-from sparcel.schemes.outcome import WRITTEN, Outcome, settled
+from sparcel.schemes.outcome import Outcome
 from sparcel.schemes.plan import Plan, named
 from sparcel.schemes.request import Request
 from sparcel.selectors import Selector, selector
-from sparcel.stream import SparseStream
+from sparcel.stream import WRITTEN, SparseStream
 
 
 @dataclass(eq=False)
@@ -181,21 +181,23 @@ class Scheme(ABC):
         now = f"step={self.steps}"
         if self.remembers and request.scale != 1:  # without memory it concerns a rank's flush alone
             now += f", scale={request.scale}"
-        call = self.plan(gradient, comm, request).call.at(now)
-        return comm.call(call, partial(self._exchanged, gradient, comm, request, out, agree))
+        plan = self.plan(gradient, comm, request)
+        job = partial(self._exchanged, gradient, comm, request, plan, out, agree)
+        return comm.call(plan.call.at(now), job)
 
     def _exchanged(
         self,
         gradient: Tensor,
         comm: Communicator,
         request: Request,
+        plan: Plan,
         out: Tensor | None,
         agree: bool,
     ) -> Outcome:
         """Do what `_begin` does, inside the call that the ranks compare."""
         if agree:
             self._agree(gradient, comm)
-        outcome = self.reduce(gradient, comm, request, out)
+        outcome = self.reduce(gradient, comm, request, plan, out)
         average = outcome.average
         if out is None:
             return outcome
@@ -233,12 +235,15 @@ class Scheme(ABC):
         gradient: Tensor,
         comm: Communicator,
         request: Request,
+        plan: Plan,
         out: Tensor | None = None,
     ) -> Outcome:
         """Exchange, and return the average over the ranks; `commit` follows as after `begin`.
 
         Parameters
         ----------
+        plan
+            What `plan` returned for this step.
         out
             A tensor like ``gradient``, to which a dense average is written. If it is the gradient
             itself and the average is sparse, it is zero afterwards.
@@ -302,8 +307,8 @@ class Scheme(ABC):
         """Begin a step and commit it; return the average."""
         request = request or Request()
         check_type(request, Request, "request")
-        (outcome,), finite = settled([self._begin(gradient, comm, request, out, agree=True)])
-        request.costs.count(outcome)
+        begun = self._begin(gradient, comm, request, out, agree=True)
+        (outcome,), finite = request.costs.settle([begun])
         if finite:
             self.commit(outcome)
             return outcome.average

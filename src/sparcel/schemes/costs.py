@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from operator import add, attrgetter
 from time import perf_counter
 from typing import Any
 
+from torch import Tensor
+
+from sparcel import device
 from sparcel.profiling import profiled
 from sparcel.schemes.outcome import Outcome
 
@@ -78,14 +82,33 @@ class Costs:
     def __add__(self, other: Costs) -> Costs:
         return Costs(*map(add, _all(self), _all(other)))
 
-    def count(self, outcome: Outcome) -> None:
-        """Add what a vector's step has done, in numbers of the host."""
-        self.coordinates += outcome.coordinates
-        self.asked += outcome.asked
-        self.selected += int(outcome.sent)
-        self.reduced += min(int(outcome.entries), outcome.coordinates)
-        if outcome.finite:
-            self.magnitude += float(outcome.magnitude)
+    def settle(
+        self, outcomes: Sequence[Outcome], flags: Sequence[bool | Tensor] = ()
+    ) -> tuple[list[Outcome], bool]:
+        """Add what steps have done, and tell whether all are finite, and all flags true.
+
+        This is where the host looks at a GPU, once.
+
+        Returns
+        -------
+        list, bool
+            The outcomes, in numbers of the host; whether all is finite.
+        """
+        values = [value for one in outcomes for value in one[1:5]]
+        found = device.numbers([*values, *flags])
+        on_host = []
+        for place, one in enumerate(outcomes):
+            names = "finite", "sent", "entries", "magnitude"
+            here = one._replace(**dict(zip(names, found[4 * place :], strict=False)))
+            on_host.append(here)
+            self.coordinates += here.coordinates
+            self.asked += here.asked
+            self.selected += int(here.sent)
+            self.reduced += min(int(here.entries), here.coordinates)
+            if here.finite:
+                self.magnitude += float(here.magnitude)
+        finite = [here.finite for here in on_host]
+        return on_host, all(finite) and all(found[len(values) :])
 
     def count_whole(self, coordinates: int) -> None:
         """Add coordinates that all ranks send whole."""

@@ -16,6 +16,7 @@ from sparcel.errors import checked_name
 from sparcel.schemes._stages import apply_stages
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.outcome import Outcome
+from sparcel.schemes.plan import Plan
 from sparcel.schemes.request import Request
 from sparcel.stages import EngineSum, Problem, Stage, Stages, Work
 from sparcel.stream import SparseStream
@@ -50,6 +51,7 @@ class Dense(Scheme):
         gradient: Tensor,
         comm: Communicator,
         request: Request,
+        plan: Plan,
         out: Tensor | None = None,
     ) -> Outcome:
         """See `Scheme.reduce`."""
@@ -62,7 +64,7 @@ class Dense(Scheme):
             average.copy_(wired)
         finite = finite_flag(average)
         stream = SparseStream.unchecked(None, average, size, finite)
-        return Outcome(stream, finite, size, size, size, size, sent_whole=True)
+        return Outcome(stream, finite, size, size, 0.0, size, size, sent_whole=True)
 
     def _agree(self, gradient: Tensor, comm: Communicator) -> None:
         check_agreement(SparseStream.unchecked(None, gradient, gradient.numel()), Wire(comm))

@@ -27,6 +27,7 @@ from sparcel.schemes._stages import apply_stages
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.dense import wired_dtype
 from sparcel.schemes.outcome import Outcome, averaged
+from sparcel.schemes.plan import Plan
 from sparcel.schemes.request import Request
 from sparcel.stages import Problem, Stage, Stages, Work, copied, gather_stages
 from sparcel.stream import SparseStream
@@ -105,6 +106,7 @@ class Hierarchical(Scheme):
         gradient: Tensor,
         comm: Communicator,
         request: Request,
+        plan: Plan,
         out: Tensor | None = None,
     ) -> Outcome:
         """See `Scheme.reduce`."""

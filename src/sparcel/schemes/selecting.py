@@ -98,11 +98,11 @@ class Selecting(Sparsifier):
         return Outcome(
             average,
             average.finite,
-            plan.coordinates,
-            plan.asked,
             ledger.sent.nnz,
             total.nnz,
             ledger.magnitude,
+            plan.coordinates,
+            plan.asked,
         )
 
     def _sends_all(self, plan: Plan) -> bool:

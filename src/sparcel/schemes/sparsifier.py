@@ -133,10 +133,10 @@ class Sparsifier(Scheme):
         gradient: Tensor,
         comm: Communicator,
         request: Request,
+        plan: Plan,
         out: Tensor | None = None,
     ) -> Outcome:
         """See `Scheme.reduce`."""
-        plan = self.plan(gradient, comm, request)
         exchange = self._by_streams if plan.up is None else self._by_regions
         if out is gradient:
             if request.apart:
@@ -184,7 +184,7 @@ class Sparsifier(Scheme):
         self._memory.kept.zero_()
         average = averaged(total, plan.ranks / request.scale, gradient.dtype, out)
         sent = plan.coordinates
-        return Outcome(average, average.finite, sent, sent, sent, total.nnz, leaving)
+        return Outcome(average, average.finite, sent, total.nnz, leaving, sent, sent)
 
     def _by_regions(
         self,
@@ -200,21 +200,14 @@ class Sparsifier(Scheme):
         with entered as addition, request.costs.communicating():
             returned = exchange_regions(
                 addition,
-                self._wire(comm, plan),
+                comm,
+                self.steps,
                 plan.up,
                 plan.down,
                 plan.ranks / request.scale,
                 out,
             )
-        return Outcome(
-            returned.average,
-            returned.average.finite,
-            plan.coordinates,
-            plan.asked,
-            returned.sent,
-            returned.entries,
-            returned.magnitude,
-        )
+        return Outcome(*returned, plan.coordinates, plan.asked)
 
     def _wire(self, comm: Communicator, plan: Plan) -> Wire:
         """Return what carries the step's streams."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from sparcel.memory import wide_dtype
 from sparcel.schemes import Layer, Outcome, Scheme
 from sparcel.side_stream import used_here
-from sparcel.training.flush import Flush
+from sparcel.training.flush import FLUSH_STEPS, Flush
 from sparcel.training.layout import Layout, Piece, Position, copy_pieces, layers_of, rearranged
 
 _FIRST_STEPS = 2
@@ -140,7 +140,10 @@ class Residuals:
         for scheme, step in begun:
             scheme.commit(step)
         self.steps += 1
-        return self.flush.commit(left, will_owe)
+        if self.flush.pending:
+            return self.flush.commit(left, will_owe)
+        self.flush.steps = FLUSH_STEPS
+        return 0.0
 
     def switch(self, template: Scheme) -> None:
         """Go on with another scheme, of the same momentum; what is owed stays owed."""

@@ -18,7 +18,7 @@ from sparcel.device import GPUS, Checks, adding_to, read
 from sparcel.errors import InputError
 from sparcel.memory import wide_dtype
 from sparcel.profiling import profiled
-from sparcel.schemes import Costs, Outcome, Request, Scheme, named, settled
+from sparcel.schemes import Costs, Outcome, Request, Scheme, named
 from sparcel.side_stream import used_here
 from sparcel.stream import SparseStream
 from sparcel.training._rows import coalesced, poisoned
@@ -117,7 +117,8 @@ class Transaction:
         with profiled("wait"):
             for job in self._jobs:
                 job.wait()
-        used_here(*self.rows.values(), *self._left.values())  # jobs made them on another stream
+        if self._comm.device.type in GPUS:
+            used_here(*self.rows.values(), *self._left.values())  # jobs made them on another stream
         now, before, costs = self._comm.traffic, self._traffic_before, self.costs
         costs.messages_sent = now.messages_sent - before.messages_sent
         costs.bytes_sent = now.bytes_sent - before.bytes_sent
@@ -238,15 +239,16 @@ class Transaction:
                 self._flags.append(finite_flag(place))
         session = self._session
         schemes = [scheme for scheme, _ in self._begun]
-        outcomes, finite = settled([outcome for _, outcome in self._begun], self._flags)
-        for outcome in outcomes:
-            self.costs.count(outcome)
+        begun = [outcome for _, outcome in self._begun]
+        outcomes, finite = self.costs.settle(begun, self._flags)
         self._begun = list(zip(schemes, outcomes, strict=True))
-        self.finite = session.ranks.agree_on_finite(finite, session.residuals.steps)
-        if self.finite:
-            self._will_owe = session.residuals.flush.will_owe(self._left, session.ranks)
-        else:
+        if session.ranks.shard is not None:
+            finite = session.ranks.agree_on_finite(finite, session.residuals.steps)
+        self.finite, flush = finite, session.residuals.flush
+        if not finite:
             self._void()
+        elif flush.pending:
+            self._will_owe = flush.will_owe(self._left, session.ranks)
 
     def _void(self) -> None:
         """Make all updates NaN."""
