@@ -3,10 +3,12 @@
 import ast
 import inspect
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -160,14 +162,50 @@ PASSES = ("enter", "collect", "deliver")
 """The compiled passes of the default scheme."""
 
 
-def step_of_ddp(_: Communicator) -> dict[str, set[str]]:
-    """Return the ways of a gradient in a step of DDP."""
+MOST_CALLS, MOST_FILES = 150, 25
+"""Of the package, from DDP's hook to the step's end, for one bucket, in a step after the first."""
+
+
+class Counted:
+    """Counts the package's functions that this thread calls, and threads that begin later."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self._counting = False
+        threading.setprofile(self._note)
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        if self._counting and event == "call":
+            file = Path(frame.f_code.co_filename)
+            if file.is_relative_to(PACKAGE):
+                self.calls.append(str(file))
+
+    def during(self, run: Callable[[], object]) -> tuple[int, int]:
+        """Return how many functions are called meanwhile, in how many files."""
+        sys.setprofile(self._note)
+        self._counting = True
+        run()
+        self._counting = False
+        sys.setprofile(None)
+        return len(self.calls), len(set(self.calls))
+
+
+def step_of_ddp(_: Communicator) -> tuple[dict[str, set[str]], tuple[int, int]]:
+    """Return the ways of a gradient in a step of DDP, and how many calls and files a step takes."""
+    counted = Counted()
     ddp = DistributedDataParallel(torch.nn.Linear(100, 50, bias=False))
     handle = sparcel.attach(ddp, policy=lambda *_: False, frontload=False)
-    loss = ddp(torch.ones(2, 100)).sum()
-    ways = ways_to(dict.fromkeys(PASSES, _cpu) | {"exchange": _cpu.Mesh}, loss.backward)
+    threading.setprofile(None)  # type: ignore[arg-type]  # typeshed does not know of None
+
+    def backward() -> Callable[[], None]:
+        return ddp(torch.ones(2, 100)).sum().backward  # type: ignore[no-any-return]
+
+    ways = ways_to(dict.fromkeys(PASSES, _cpu) | {"exchange": _cpu.Mesh}, backward())
+    for _step in range(3):
+        backward()()
+    counts = counted.during(backward())
     handle.close()
-    return ways
+    return ways, counts
 
 
 def drawn(lines: dict[str, list[str]], *names: str) -> str:
@@ -185,10 +223,13 @@ def test_the_way_of_a_gradient_is_as_drawn(run_on: Any) -> None:
     assert drawing is not None
     named = [line.split(maxsplit=1) for line in drawing.group(1).splitlines()]
     lines = {name: files.split(" > ") for name, files in named}
-    assert " ".join(lines) == "queue run step scheme passes send"
-    passing = drawn(lines, "queue", "run", "step", "scheme", "passes")
-    sending = drawn(lines, "queue", "run", "step", "scheme", "send")
-    first, second = run_on(2, step_of_ddp)
+    assert " ".join(lines) == "queue run step passes send"
+    passing = drawn(lines, "queue", "run", "step", "passes")
+    sending = drawn(lines, "queue", "run", "step", "send")
+    (first, counts), (second, others) = run_on(2, step_of_ddp)
     for name in PASSES:
         assert first[name] == second[name] == {passing}
     assert sending in first["exchange"] & second["exchange"]
+    for calls, files in (counts, others):
+        assert MOST_CALLS / 2 < calls <= MOST_CALLS
+        assert len(PASSES) < files <= MOST_FILES

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch import Tensor
 GPUS = {"cuda"}
 """The types of devices whose kernels are Triton's."""
 
+
+Number: TypeAlias = float | Tensor
+"""A number or a flag, of Python, or a tensor of one element on a device."""
 
 Checks: TypeAlias = list[tuple[Tensor, Callable[[], Exception]]]
 """What waits for the next read: flags on a GPU, and what makes the exception if one is set."""
@@ -79,6 +82,25 @@ def _read(parts: list[Tensor]) -> Tensor:
         if found:
             raise complaint()
     return content
+
+
+def numbers(values: Sequence[Number]) -> list[Any]:
+    """Return numbers and flags on the host, in order, by one `read` of those that are on a GPU.
+
+    Parameters
+    ----------
+    values
+        Of Python, or tensors of one element of any dtype.
+    """
+    far = [one for one in values if isinstance(one, Tensor) and one.device.type in GPUS]
+    if not far:
+        return [one.item() if isinstance(one, Tensor) else one for one in values]
+    content = _read([one.reshape(-1).view(torch.uint8) for one in far])
+    parts = content.split([one.element_size() for one in far])
+    # A clone begins where any dtype may.
+    near = [part.clone().view(one.dtype) for part, one in zip(parts, far, strict=True)]
+    found = {id(one): part.item() for one, part in zip(far, near, strict=True)}
+    return [found.get(id(one), one) for one in values]
 
 
 def truth(flag: bool | Tensor) -> bool:

@@ -374,6 +374,10 @@ def concatenate(
     return SparseStream.unchecked(torch.cat(indices), values, size, finite)
 
 
+WRITTEN = SparseStream.unchecked(None, torch.empty(0, device="cpu"), 0)
+"""Stands for a stream whose entries are in their place already."""
+
+
 def all_of(flags: Sequence[bool | Tensor]) -> bool | Tensor:
     """Return whether all flags are true, on the device where one of them is."""
     return fold(and_, flags, True)

@@ -12,12 +12,12 @@ from sparcel.comm import Communicator
 from sparcel.errors import MismatchError, SparcelError
 from sparcel.schemes import (
     Auto,
-    Begun,
     Bidirectional,
     Dense,
     GTopK,
     Hierarchical,
     OkTopK,
+    Outcome,
     Request,
     ScaleCom,
     Scheme,
@@ -67,7 +67,7 @@ def step_stream(scheme: Scheme, comm: Communicator) -> object:
     return scheme.step_stream(integers(comm.rank, 0, 60), comm)
 
 
-def begin(scheme: Scheme, comm: Communicator) -> Begun:
+def begin(scheme: Scheme, comm: Communicator) -> Outcome:
     return comm.submit(lambda: scheme.begin(integers(comm.rank, 0, 60), comm)).wait()
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from inspect import signature
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 
@@ -38,6 +39,10 @@ class Call(NamedTuple):
         inside = ", ".join([f"{key}={_said(value)}" for key, value in arguments.items()])
         text = f"{name}({inside})"
         return cls(text, digest(text, _FINGERPRINT_BITS))
+
+    def at(self, step: str) -> Call:
+        """Return the same call with what differs from step to step, such as ``step=3``."""
+        return Call(f"{self.text[:-1]}, {step})", crc32(step.encode(), self.fingerprint))
 
 
 class LatestCall(NamedTuple):

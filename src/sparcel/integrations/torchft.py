@@ -15,7 +15,7 @@ from sparcel._checks import FLOAT_DTYPES, check_type, checked_number, checked_wh
 from sparcel.comm import Communicator, Job, TorchCommunicator, Traffic, carry
 from sparcel.errors import CommunicationError, InputError
 from sparcel.integrations._framework import needs
-from sparcel.schemes import Begun, Request, Scheme
+from sparcel.schemes import Outcome, Request, Scheme
 
 with needs("torchft"):
     from torchft.process_group import ProcessGroupGloo
@@ -129,12 +129,13 @@ class SparseProcessGroup(ProcessGroupGloo):  # type: ignore[misc]
         request = Request(ranks=participants, withheld=[] if takes_part else [(0, known)])
         comm, decay = carry(self._comm, tensor.device), self._decay if takes_part else 1.0
 
-        def exchange() -> Begun:
-            begun = scheme.begin(vector, comm, request, in_place=True).without_average()
+        def exchange() -> Outcome:
+            begun = scheme.begin(vector, comm, request, in_place=True)
+            (outcome,), _ = request.costs.settle([begun])
             vector.mul_(participants)
             if not tensor.is_contiguous():
                 tensor.copy_(vector.view_as(tensor))
-            return begun
+            return outcome
 
         self._begun.append(_Exchange(tensors, scheme, decay, comm.submit(exchange)))
         return self._begun[-1]
@@ -173,7 +174,7 @@ class _Exchange(Work):
     """The sum of a tensor, whose memory has yet to take effect."""
 
     def __init__(
-        self, tensors: list[Tensor], scheme: Scheme, decay: float, job: Job[Begun]
+        self, tensors: list[Tensor], scheme: Scheme, decay: float, job: Job[Outcome]
     ) -> None:
         super().__init__()
         self._tensors, self._scheme, self._decay, self._job = tensors, scheme, decay, job

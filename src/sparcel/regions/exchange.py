@@ -13,7 +13,7 @@ update = what all owners returned / P
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,49 +21,59 @@ from torch import Tensor
 
 from sparcel import device, kernels
 from sparcel._checks import finite_flag
-from sparcel.comm import Call, Rows
+from sparcel.comm import Communicator, Rows
+from sparcel.device import Number
 from sparcel.errors import FormatError
-from sparcel.formats import Expected, Format, message_length
+from sparcel.formats import Expected, message_length
 from sparcel.kernels import Addition, Phase
 from sparcel.stages import Exchange, Problem, Stage, Work
-from sparcel.stream import SparseStream, all_of
+from sparcel.stream import WRITTEN, SparseStream, all_of
 from sparcel.wire import Wire
 
 
 class Returned(NamedTuple):
     """What the owners returned, over the divisor, and what this rank did for it.
 
+    Flags and counts are tensors on a GPU.
+
     Attributes
     ----------
     average
-        Like the gradient: dense and in ``out``, if that was given, else a stream. Not ``finite`` if
-        a vector or an average is not.
-    entries
-        How many coordinates came back; on a GPU a tensor.
+        In the gradient's dtype; `WRITTEN` if it is in ``out``.
+    finite
+        Whether all vectors and the average are.
     sent
-        How many entries this rank sent to other owners; on a GPU a tensor.
+        How many entries this rank sent to other owners.
+    entries
+        How many coordinates came back.
     magnitude
-        By how much the magnitude of memory and gradient fell; on a GPU a tensor.
+        By how much the magnitude of memory and gradient fell.
     """
 
     average: SparseStream
-    entries: int | Tensor
-    sent: int | Tensor
-    magnitude: float | Tensor
+    finite: bool | Tensor
+    sent: Number
+    entries: Number
+    magnitude: Number
 
 
 def exchange_regions(
     addition: Addition,
-    wire: Wire,
+    comm: Communicator,
+    step: int,
     up: Phase,
     down: Phase,
     divisor: float,
     out: Tensor | None = None,
 ) -> Returned:
-    """Do both exchanges; leave in ``addition.scratch`` what this rank keeps.
+    """Do both exchanges inside a job; leave in ``addition.scratch`` what this rank keeps.
+
+    Inside a call by which the ranks have agreed on the phases, the format, and the vector.
 
     Parameters
     ----------
+    step
+        Decides random rounding, and where samples are taken.
     up, down
         How much a rank sends of each region, and how much an owner returns of its own; the same on
         all ranks, as are the vector's size and dtype and the wire's format.
@@ -75,34 +85,30 @@ def exchange_regions(
     There are two exchanges of P−1 messages, all outstanding at once. Words: those of up, and of
     down, each times (P−1)/P.
     """
-    dtype = addition.memory.dtype
-
-    def job() -> Returned:
-        comm, rank, step = wire.comm, wire.rank, wire.step
-        entered = kernels.enter(addition, up, rank, step)
-        arrived = comm.swap(entered.messages, up.bounds, message_length)
-        collected = kernels.collect(addition, arrived, up, down, rank, step)
-        device.later(collected.fault, partial(_fault, wire, arrived, up, dtype, rank))
-        returned = comm.spread(collected.message, down.bounds, message_length)
-        if out is None and not down.dense:
-            average = _stream_of(wire, returned, down, divisor, addition)
-            entries: int | Tensor = average.nnz
-        else:
-            update = addition.gradient.new_empty(down.regions.size) if out is None else out
-            entries, finite, fault = kernels.deliver(update, returned, down, divisor)
-            device.later(fault, partial(_fault, wire, returned, down, dtype))
-            average = SparseStream.unchecked(None, update, update.numel(), finite)
-        magnitude = entered.magnitude + collected.magnitude
-        return Returned(average, entries, entered.sent, magnitude)
-
-    return wire.comm.call(_call(dtype, wire.format, up, down), job)
+    rank, dtype = comm.rank, addition.memory.dtype
+    entered = kernels.enter(addition, up, rank, step)
+    arrived = comm.swap(entered.messages, up.bounds, message_length)
+    collected = kernels.collect(addition, arrived, up, down, rank, step)
+    device.later(collected.fault, partial(_fault, comm, arrived, up, dtype, rank))
+    returned = comm.spread(collected.message, down.bounds, message_length)
+    magnitude = entered.magnitude + collected.magnitude
+    if out is None and not down.dense:
+        average = _stream_of(comm, returned, down, divisor, addition)
+        return Returned(average, average.finite, entered.sent, average.nnz, magnitude)
+    update = addition.gradient.new_empty(down.regions.size) if out is None else out
+    entries, finite, fault = kernels.deliver(update, returned, down, divisor)
+    device.later(fault, partial(_fault, comm, returned, down, dtype))
+    average = WRITTEN
+    if out is None:
+        average = SparseStream.unchecked(None, update, update.numel(), finite)
+    return Returned(average, finite, entered.sent, entries, magnitude)
 
 
 def _stream_of(
-    wire: Wire, returned: Rows, down: Phase, divisor: float, addition: Addition
+    comm: Communicator, returned: Rows, down: Phase, divisor: float, addition: Addition
 ) -> SparseStream:
     """Return the average of what the owners returned as a stream, in the gradient's dtype."""
-    regions, dtype = down.regions, addition.gradient.dtype
+    wire, regions, dtype = Wire(comm), down.regions, addition.gradient.dtype
     indices, values, flags = [], [], []
     for owner in range(regions.ranks):
         expected = Expected(regions.length(owner), addition.memory.dtype, None)
@@ -119,7 +125,7 @@ def _stream_of(
 
 
 def _fault(
-    wire: Wire,
+    comm: Communicator,
     messages: Rows,
     phase: Phase,
     dtype: torch.dtype,
@@ -129,20 +135,14 @@ def _fault(
 
     ``owner`` is whose region all messages are of; None if each is of its sender's.
     """
-    for source in range(wire.size):
+    wire = Wire(comm)
+    for source in range(comm.size):
         if source != owner:
             length = phase.regions.length(source if owner is None else owner)
             wire.decode(source, [messages[source]], Expected(length, dtype, None))
     return FormatError(
-        f"rank {wire.rank} got a message that does not hold {wire.format.name} values of a region"
+        f"rank {comm.rank} got a message that does not hold values of a region in the same format"
     )
-
-
-@lru_cache(maxsize=1024)
-def _call(dtype: torch.dtype, format: Format, up: Phase, down: Phase) -> Call:
-    """Describe the exchanges by what all ranks must share."""
-    facts = {"size": up.regions.size, "dtype": dtype, "format": format}
-    return Call.of("exchange_regions", {**facts, "up": up.shares, "down": down.shares})
 
 
 def stages(problem: Problem, returned: float) -> Iterator[Stage]:

@@ -24,8 +24,9 @@ from sparcel.schemes.gtopk import stages as gtopk_stages
 from sparcel.schemes.hierarchical import Hierarchical
 from sparcel.schemes.oktopk import OkTopK
 from sparcel.schemes.oktopk import stages as oktopk_stages
-from sparcel.schemes.outcome import Begun
+from sparcel.schemes.outcome import Outcome
 from sparcel.schemes.papers.sparcml import SparCML
+from sparcel.schemes.plan import named
 from sparcel.schemes.presets import (
     dgc,
     hitopk,
@@ -50,7 +51,6 @@ __all__ = [
     "SCHEMES",
     "SEND_ALL",
     "Auto",
-    "Begun",
     "Bidirectional",
     "Costs",
     "Dense",
@@ -58,6 +58,7 @@ __all__ = [
     "Hierarchical",
     "Layer",
     "OkTopK",
+    "Outcome",
     "Request",
     "ScaleCom",
     "Scheme",
@@ -69,6 +70,7 @@ __all__ = [
     "engine_stages",
     "front_loaded",
     "front_loaded_shares",
+    "named",
     "scheme",
     "stages_of",
 ]

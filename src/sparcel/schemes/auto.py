@@ -12,18 +12,19 @@ from sparcel import cost, device
 from sparcel.collectives.dense import check_agreement
 from sparcel.comm import Communicator, digest
 from sparcel.errors import InputError, MismatchError, checked_name
+from sparcel.formats import Format
 from sparcel.memory import wide_dtype
 from sparcel.rates import Rates
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.dense import Dense
 from sparcel.schemes.dense import stages as dense_stages
-from sparcel.schemes.density import count_for
 from sparcel.schemes.gtopk import exchange_gtopk
 from sparcel.schemes.gtopk import stages as gtopk_stages
 from sparcel.schemes.ledger import Ledger
 from sparcel.schemes.oktopk import exchange_oktopk
 from sparcel.schemes.oktopk import stages as oktopk_stages
-from sparcel.schemes.outcome import Reduced
+from sparcel.schemes.outcome import Outcome
+from sparcel.schemes.plan import Plan, Span
 from sparcel.schemes.request import Request
 from sparcel.schemes.selecting import Selecting
 from sparcel.schemes.topk import exchange_topk
@@ -74,7 +75,7 @@ class Auto(Selecting):
     candidates: Sequence[str] = CANDIDATES
     _predicted: dict[str, float] = field(default_factory=dict, init=False, repr=False)
     _terms: tuple[Any, ...] = field(default=(), init=False, repr=False)
-    """The problem that was predicted; if it changes, the ranks choose again."""
+    """What was predicted; if it changes, the ranks choose again."""
     _owing: bool = field(default=False, init=False, repr=False)
     """Whether some rank may have kept something back, which a dense step must send along."""
     _sent_whole: bool = field(default=False, init=False, repr=False)
@@ -106,14 +107,15 @@ class Auto(Selecting):
         gradient: Tensor,
         comm: Communicator,
         request: Request,
+        plan: Plan,
         out: Tensor | None = None,
-    ) -> Reduced:
+    ) -> Outcome:
         """See `Scheme.reduce`."""
-        self._choose(gradient, comm, request)
+        self._choose(gradient, comm, plan)
         # Such a step has no memory to send or keep, so it can use the engine's dense all-reduce.
         self._sent_whole = self.chosen == "dense" and not (self._owing or self._alters)
         reduce = self._plain.reduce if self._sent_whole else super().reduce
-        return reduce(gradient, comm, request, out)
+        return reduce(gradient, comm, request, plan, out)
 
     def _take_effect(self) -> None:
         if self._sent_whole:
@@ -136,21 +138,19 @@ class Auto(Selecting):
                 f" of {gradient.numel()} of {gradient.dtype}; make one scheme for each vector"
             )
 
-    def _choose(self, gradient: Tensor, comm: Communicator, request: Request) -> None:
+    def _choose(self, gradient: Tensor, comm: Communicator, plan: Plan) -> None:
         """Choose for this step; all ranks choose the same."""
-        size = gradient.numel()
-        layers = self._densities(size, request)
-        k = sum(count_for(density, stop - start) for start, stop, density in layers)
-        terms = (size, gradient.dtype, k, comm, comm.rates)
+        k = sum([span.k for span in plan.spans])
+        terms = (gradient.numel(), gradient.dtype, k, comm, comm.rates)
         if terms != self._terms:
-            predicted = self._predict(gradient, comm, request, k)
+            predicted = self._predict(gradient, comm, plan, k)
             self._owing = self._meet(gradient, comm, predicted)
             self._predicted, self._terms = predicted, terms
         elif self.chosen == "dense" and self._owing:
             self._owing = any(comm.gather_numbers(int(self._keeps_something())))
 
     def _predict(
-        self, gradient: Tensor, comm: Communicator, request: Request, k: int
+        self, gradient: Tensor, comm: Communicator, plan: Plan, k: int
     ) -> dict[str, float]:
         """Predict the seconds of a step of each candidate; of dense alone if everything is sent.
 
@@ -160,12 +160,11 @@ class Auto(Selecting):
         here = min(comm.size, rates.ranks_per_node)
         wide = wide_dtype(gradient.dtype).itemsize
         own = wide if self._alters else gradient.element_size()
-        names = ("dense",) if super()._sends_all(request) else self.candidates
+        names = ("dense",) if super()._sends_all(plan) else self.candidates
         size, predicted = max(1, gradient.numel()), {}
-        format = self.format_for(size, k, comm)
         for name in names:
             itemsize = own if name == "dense" else wide
-            problem = Problem(size, min(k, size), comm.size, here, itemsize, format=format)
+            problem = Problem(size, min(k, size), comm.size, here, itemsize, format=plan.format)
             predicted[name] = cost.predict(_stages_of(name, rates), problem, rates).seconds
         return predicted
 
@@ -191,11 +190,14 @@ class Auto(Selecting):
         """Whether a velocity or a clipped gradient enters the memory instead of the gradient."""
         return self.momentum != 0 or self.clip is not None
 
-    def _sends_all(self, request: Request) -> bool:
+    def _up_and_down(self, spans: Sequence[Span], format: Format) -> None:
+        """Dense steps round nothing."""
+
+    def _sends_all(self, plan: Plan) -> bool:
         return self.chosen == "dense"
 
-    def _wire(self, comm: Communicator, size: int, k: int) -> Wire:
-        wire = super()._wire(comm, size, k)
+    def _wire(self, comm: Communicator, plan: Plan) -> Wire:
+        wire = super()._wire(comm, plan)
         return wire.exact if self.chosen == "dense" else wire
 
     def _exchange(self, ledger: Ledger, wire: Wire) -> SparseStream:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from sparcel import kernels
 from sparcel._checks import FLOAT_DTYPES, check_like, check_type, checked_flag
 from sparcel.comm import Call, Communicator, Group, resolve
+from sparcel.device import truth
 from sparcel.errors import InputError
 from sparcel.formats import Format
 from sparcel.profiling import profiled
 from sparcel.schemes._state import STATE_HINT, check_memory, owed_in
-from sparcel.schemes.outcome import Begun, Reduced, averaged, write_update
+from sparcel.schemes.outcome import Outcome
+from sparcel.schemes.plan import Plan, named
 from sparcel.schemes.request import Request
 from sparcel.selectors import Selector, selector
-from sparcel.stream import SparseStream
+from sparcel.stream import WRITTEN, SparseStream
 
 
 @dataclass(eq=False)
@@ -34,6 +39,8 @@ class Scheme(ABC):
     """How many steps have taken effect."""
     _agreed: bool = field(default=False, init=False, repr=False)
     """Whether the ranks' gradients were compared in a step that a driver began."""
+    _latest: tuple[object, Plan] | None = field(default=None, init=False, repr=False)
+    """The plan of the step before, and what it was made for."""
 
     def __str__(self) -> str:
         """Return the call that makes it, with its density and what is not a default."""
@@ -147,18 +154,19 @@ class Scheme(ABC):
         comm: Communicator,
         request: Request | None = None,
         in_place: bool = False,
-    ) -> Begun:
+    ) -> Outcome:
         """Do the step except for `commit`, inside a job of ``comm``.
 
         For drivers of several vectors, which commit all of them or none. With ``in_place`` the
-        update is also written to ``gradient``, as `step` does; a dense average then shares its
-        storage. The ranks' gradients are compared in this scheme's first step only, also if it has
-        loaded a state, where an exchange alone would not.
+        update is written to ``gradient``, as `step` does; the average is then `WRITTEN`, and of a
+        step that is not finite the gradient may hold anything. The ranks' gradients are compared in
+        this scheme's first step only, also if it has loaded a state, where an exchange alone would
+        not.
         """
         out = gradient if in_place else None
-        begun = self._begin(gradient, comm, request or Request(), out, not self._agreed)
+        outcome = self._begin(gradient, comm, request or Request(), out, not self._agreed)
         self._agreed = True
-        return begun
+        return outcome
 
     def _begin(
         self,
@@ -167,24 +175,59 @@ class Scheme(ABC):
         request: Request,
         out: Tensor | None,
         agree: bool,
-    ) -> Begun:
+    ) -> Outcome:
         """Do the step except for `commit`; the update is written to ``out``, if given."""
+        # Ranks that loaded states of different steps, or only some of which loaded one, differ.
+        now = f"step={self.steps}"
+        if self.remembers and request.scale != 1:  # without memory it concerns a rank's flush alone
+            now += f", scale={request.scale}"
+        plan = self.plan(gradient, comm, request)
+        job = partial(self._exchanged, gradient, comm, request, plan, out, agree)
+        return comm.call(plan.call.at(now), job)
 
-        def job() -> Begun:
-            if agree:
-                self._agree(gradient, comm)
-            reduced = self.reduce(gradient, comm, request, out)
-            size = reduced.total.size
-            coordinates = size if reduced.sent_whole else request.count(size)
-            request.costs.coordinates += coordinates
-            request.costs.reduced += min(reduced.nnz, coordinates)
+    def _exchanged(
+        self,
+        gradient: Tensor,
+        comm: Communicator,
+        request: Request,
+        plan: Plan,
+        out: Tensor | None,
+        agree: bool,
+    ) -> Outcome:
+        """Do what `_begin` does, inside the call that the ranks compare."""
+        if agree:
+            self._agree(gradient, comm)
+        outcome = self.reduce(gradient, comm, request, plan, out)
+        average = outcome.average
+        if out is None:
+            return outcome
+        if average.indices is not None and average.finite is not False:
             with profiled("update"):
-                average = averaged(reduced, gradient.dtype, out)
-                if out is not None:
-                    write_update(average, out, cleared=out is gradient)
-            return Begun(average, reduced.sent_whole)
+                if out is gradient:  # `reduce` has left it zero
+                    kernels.scatter(out, average.indices, average.values)
+                else:
+                    average.to_dense(out=out)
+        return outcome._replace(average=WRITTEN)
 
-        return comm.call(self._call(gradient, comm, request), job)
+    def plan(self, gradient: Tensor, comm: Communicator, request: Request) -> Plan:
+        """Return what the step does; the plan of the step before, if nothing has changed."""
+        terms = (
+            *(gradient.numel(), gradient.dtype, comm.size, comm.rates, self._era(request)),
+            *(request.ranks, request.layers, request.apart, request.tensors),
+        )
+        if self._latest is None or self._latest[0] != terms:
+            self._latest = terms, self._planned(gradient, comm, request)
+        return self._latest[1]
+
+    def _era(self, request: Request) -> object:
+        """Return what is another once the scheme's own settings ask for another plan."""
+        return None
+
+    def _planned(self, gradient: Tensor, comm: Communicator, request: Request) -> Plan:
+        """Return what steps do from now on."""
+        size = gradient.numel()
+        call = self._call(gradient, comm, request, {})
+        return Plan(call, request.divisor(comm), size, size)
 
     @abstractmethod
     def reduce(
@@ -192,20 +235,23 @@ class Scheme(ABC):
         gradient: Tensor,
         comm: Communicator,
         request: Request,
+        plan: Plan,
         out: Tensor | None = None,
-    ) -> Reduced:
-        """Exchange, and return the sum over the ranks; `commit` follows as after `begin`.
+    ) -> Outcome:
+        """Exchange, and return the average over the ranks; `commit` follows as after `begin`.
 
         Parameters
         ----------
+        plan
+            What `plan` returned for this step.
         out
-            A tensor like ``gradient``, which the sum may use as its storage. If it is the gradient
-            itself and the sum is sparse, it is zero afterwards.
+            A tensor like ``gradient``, to which a dense average is written. If it is the gradient
+            itself and the average is sparse, it is zero afterwards.
         """
 
-    def commit(self, begun: Begun) -> None:
+    def commit(self, outcome: Outcome) -> None:
         """Make a step take effect, unless a vector was not finite."""
-        if begun.finite:
+        if truth(outcome.finite):
             self._take_effect()
 
     def _take_effect(self) -> None:
@@ -262,17 +308,21 @@ class Scheme(ABC):
         request = request or Request()
         check_type(request, Request, "request")
         begun = self._begin(gradient, comm, request, out, agree=True)
-        self.commit(begun)
-        return begun.average
+        (outcome,), finite = request.costs.settle([begun])
+        if finite:
+            self.commit(outcome)
+            return outcome.average
+        if out is not None:
+            out.fill_(math.nan)
+        return outcome.average.void_like()
 
-    def _call(self, gradient: Tensor, comm: Communicator, request: Request) -> Call:
-        """Describe a step by the settings that all ranks must share."""
-        facts: dict[str, object] = {"size": gradient.numel(), "dtype": gradient.dtype}
-        facts["divisor"] = request.divisor(comm)
-        if self.remembers and request.scale != 1:  # without memory it concerns a rank's flush alone
-            facts["scale"] = request.scale
-        # Ranks that loaded states of different steps, or only some of which loaded one, differ.
-        return Call.of(f"{self!r}.step", {**facts, "step": self.steps})
+    def _call(
+        self, gradient: Tensor, comm: Communicator, request: Request, more: dict[str, object]
+    ) -> Call:
+        """Describe a step by what all ranks must share, but for its number."""
+        facts = {"size": gradient.numel(), "dtype": gradient.dtype}
+        facts |= {"divisor": request.divisor(comm), **more}
+        return Call.of(f"{self!r}.step", facts | named(request.tensors))
 
     def _check(self, gradient: Tensor) -> None:
         """Raise `InputError` unless a step can take ``gradient``."""

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from sparcel._checks import checked_number
-from sparcel.comm import Communicator
+from sparcel.formats import Format
+from sparcel.regions import Shares
 from sparcel.regions import stages as regions_stages
-from sparcel.schemes.density import count_for
-from sparcel.schemes.outcome import Reduced
-from sparcel.schemes.request import Request
-from sparcel.schemes.sparsifier import Sparsifier
+from sparcel.schemes.plan import Span
+from sparcel.schemes.sparsifier import Sparsifier, sends_all
 from sparcel.stages import Problem, Stage
 
 RETURNED = 3.0
@@ -54,25 +51,12 @@ class Bidirectional(Sparsifier):
                 self.returned, "returned", at_least=self.density, at_most=1, hint="1 returns all"
             )
 
-    def _reduce_part(
-        self,
-        gradient: Tensor,
-        comm: Communicator,
-        request: Request,
-        out: Tensor | None,
-    ) -> Reduced:
-        size = gradient.numel()
-        ranges = self._densities(size, request)
-        up = tuple((stop, density) for _, stop, density in ranges)
-        down = tuple((stop, min(1.0, density * self._times)) for stop, density in up)
-        k = sum(count_for(density, stop - start) for start, stop, density in ranges)
-        wire = self._wire(comm, size, k)
-        return self._by_regions(gradient, wire, request, up, down, out)
-
-    @property
-    def _times(self) -> float:
-        """How many times as many coordinates come back as a rank sends."""
-        return RETURNED if self.returned is None else self.returned / self.density
+    def _up_and_down(self, spans: Sequence[Span], format: Format) -> tuple[Shares, Shares] | None:
+        if sends_all(spans):
+            return super()._up_and_down(spans, format)
+        times = RETURNED if self.returned is None else self.returned / self.density
+        up = tuple((span.stop, span.density) for span in spans)
+        return up, tuple((stop, min(1.0, density * times)) for stop, density in up)
 
 
 def stages(problem: Problem) -> Iterator[Stage]:

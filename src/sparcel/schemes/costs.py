@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
-from operator import attrgetter
+from operator import add, attrgetter
 from time import perf_counter
 from typing import Any
 
 from torch import Tensor
 
+from sparcel import device
 from sparcel.profiling import profiled
+from sparcel.schemes.outcome import Outcome
 
 
 @dataclass
 class Costs:
     """What some steps have cost on this rank, small tensors and sparse gradients included.
 
-    A scheme adds to the costs of its step while the step runs. Statistics are sums of steps.
+    A scheme adds times while its step runs, and whoever ends the step the rest. Statistics are sums
+    of steps.
 
     Attributes
     ----------
@@ -34,7 +38,7 @@ class Costs:
         as embeddings make it, the rows that were used count as sent.
     magnitude
         The sum of ``|x|`` over what left this rank's memory, less that over what came back to it or
-        arrived from other ranks. While a step runs on a GPU, it is there.
+        arrived from other ranks.
     flushed
         What is in ``magnitude`` because the scheme was switched to one without memory: see
         `Handle.switch`.
@@ -52,7 +56,7 @@ class Costs:
     asked: int = 0
     selected: int = 0
     reduced: int = 0
-    magnitude: float | Tensor = 0.0
+    magnitude: float = 0.0
     flushed: float = 0.0
     select_seconds: float = 0.0
     communicate_seconds: float = 0.0
@@ -76,7 +80,35 @@ class Costs:
         return self.reduced / max(1, self.coordinates)
 
     def __add__(self, other: Costs) -> Costs:
-        return Costs(*(mine + theirs for mine, theirs in zip(_all(self), _all(other), strict=True)))
+        return Costs(*map(add, _all(self), _all(other)))
+
+    def settle(
+        self, outcomes: Sequence[Outcome], flags: Sequence[bool | Tensor] = ()
+    ) -> tuple[list[Outcome], bool]:
+        """Add what steps have done, and tell whether all are finite, and all flags true.
+
+        This is where the host looks at a GPU, once.
+
+        Returns
+        -------
+        list, bool
+            The outcomes, in numbers of the host; whether all is finite.
+        """
+        values = [value for one in outcomes for value in one[1:5]]
+        found = device.numbers([*values, *flags])
+        on_host = []
+        for place, one in enumerate(outcomes):
+            names = "finite", "sent", "entries", "magnitude"
+            here = one._replace(**dict(zip(names, found[4 * place :], strict=False)))
+            on_host.append(here)
+            self.coordinates += here.coordinates
+            self.asked += here.asked
+            self.selected += int(here.sent)
+            self.reduced += min(int(here.entries), here.coordinates)
+            if here.finite:
+                self.magnitude += float(here.magnitude)
+        finite = [here.finite for here in on_host]
+        return on_host, all(finite) and all(found[len(values) :])
 
     def count_whole(self, coordinates: int) -> None:
         """Add coordinates that all ranks send whole."""

@@ -15,7 +15,8 @@ from sparcel.comm import Communicator
 from sparcel.errors import checked_name
 from sparcel.schemes._stages import apply_stages
 from sparcel.schemes.base import Scheme
-from sparcel.schemes.outcome import Reduced
+from sparcel.schemes.outcome import Outcome
+from sparcel.schemes.plan import Plan
 from sparcel.schemes.request import Request
 from sparcel.stages import EngineSum, Problem, Stage, Stages, Work
 from sparcel.stream import SparseStream
@@ -50,20 +51,20 @@ class Dense(Scheme):
         gradient: Tensor,
         comm: Communicator,
         request: Request,
+        plan: Plan,
         out: Tensor | None = None,
-    ) -> Reduced:
-        """See `Scheme.reduce`; the sum is the average already."""
-        size, costs = gradient.numel(), request.costs
-        with costs.communicating():
+    ) -> Outcome:
+        """See `Scheme.reduce`."""
+        size = gradient.numel()
+        with request.costs.communicating():
             # An average cannot overflow half precision, but a sum could.
             average = kernels.average(gradient, request.divisor(comm), out)
             wired = average.to(wired_dtype(self.wire, average.dtype))
             comm.all_reduce(wired)
             average.copy_(wired)
-        costs.asked += size
-        costs.selected += size
-        total = SparseStream.unchecked(None, average, size, finite_flag(average))
-        return Reduced(total, None, sent_whole=True)
+        finite = finite_flag(average)
+        stream = SparseStream.unchecked(None, average, size, finite)
+        return Outcome(stream, finite, size, size, 0.0, size, size, sent_whole=True)
 
     def _agree(self, gradient: Tensor, comm: Communicator) -> None:
         check_agreement(SparseStream.unchecked(None, gradient, gradient.numel()), Wire(comm))

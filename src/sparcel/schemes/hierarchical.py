@@ -26,7 +26,8 @@ from sparcel.memory import emptied, wide_dtype
 from sparcel.schemes._stages import apply_stages
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.dense import wired_dtype
-from sparcel.schemes.outcome import Reduced, averaged
+from sparcel.schemes.outcome import Outcome, averaged
+from sparcel.schemes.plan import Plan
 from sparcel.schemes.request import Request
 from sparcel.stages import Problem, Stage, Stages, Work, copied, gather_stages
 from sparcel.stream import SparseStream
@@ -105,9 +106,10 @@ class Hierarchical(Scheme):
         gradient: Tensor,
         comm: Communicator,
         request: Request,
+        plan: Plan,
         out: Tensor | None = None,
-    ) -> Reduced:
-        """See `Scheme.reduce`; the sum is the average already, in the gradient's dtype."""
+    ) -> Outcome:
+        """See `Scheme.reduce`."""
         here = comm.grid(self.ranks_per_node)
         node, wired = Wire(here.node), gradient.dtype
         if here.node.size > 1:
@@ -120,13 +122,23 @@ class Hierarchical(Scheme):
                 self._bring_loaded(gradient, here.node)
                 shard = sum_regions(gradient, node, wide_dtype(gradient.dtype), wired)
             of_shard = self._of_shard(request, shard, comm)
-            inner = self.inner.reduce(shard, here.across, of_shard)
+            inner = self.inner._begin(shard, here.across, of_shard, None, agree=False)
         with request.costs.communicating():
-            average = averaged(inner, wired)
+            average = inner.average
+            if average.finite is False:
+                average = average.void_like()
+            if average.dtype != wired:
+                average = averaged(average, 1, wired)
             whole = _gather_shards(average, node, boundaries, gradient.dtype, out)
         if out is gradient and whole.indices is not None:
             gradient.zero_()
-        return Reduced(whole, None)
+        return inner._replace(
+            average=whole,
+            finite=whole.finite,
+            coordinates=request.count(gradient.numel()),
+            entries=whole.nnz,
+            sent_whole=False,
+        )
 
     def _take_effect(self) -> None:
         super()._take_effect()

@@ -41,8 +41,10 @@ class Request:
     front_loaded
         Whether the scheme sends more in its first steps, unless it has a ``warmup`` of its own: see
         `sparcel.schemes.density.front_loaded`.
+    tensors
+        Which tensors the vector holds, by name; the same on all ranks, which compare them.
     costs
-        Counts and times what the step does.
+        Takes the times of what the step does. Whoever ends the step adds its counts.
     """
 
     layers: Sequence[Layer] = ()
@@ -51,15 +53,12 @@ class Request:
     ranks: int | None = None
     scale: float = 1.0
     front_loaded: bool = False
+    tensors: tuple[str, ...] = ()
     costs: Costs = field(default_factory=Costs)
 
     def divisor(self, comm: Communicator) -> int:
         """Return how many ranks the average is over."""
         return self.ranks or comm.size
-
-    def update_divisor(self, comm: Communicator) -> float:
-        """Return what the ranks' sum of unscaled values is divided by for the update."""
-        return self.divisor(comm) / self.scale
 
     def count(self, size: int) -> int:
         """Return how many of a vector's coordinates are not exchanged apart."""

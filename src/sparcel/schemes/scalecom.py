@@ -95,13 +95,18 @@ class ScaleCom(Selecting):
         self._memory.filter = 1.0 if ends else self.beta
 
     def _take(
-        self, gradient: Tensor, comm: Communicator, request: Request, clear: bool
+        self,
+        gradient: Tensor,
+        ranks: int,
+        comm: Communicator,
+        request: Request,
+        clear: bool,
     ) -> SparseStream:
         """Select, on the leader; the others learn in the exchange what to take."""
         if comm.rank == self._leader(comm):
-            return super()._take(gradient, comm, request, clear)
+            return super()._take(gradient, ranks, comm, request, clear)
         return self._memory.accumulate(
-            gradient, request.divisor(comm), request.withheld, clear, request.scale
+            gradient, ranks, request.withheld, clear, request.scale
         ).empty_like()
 
     def _exchange(self, ledger: Ledger, wire: Wire) -> SparseStream:

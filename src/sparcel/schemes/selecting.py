@@ -13,11 +13,11 @@ from sparcel._checks import check_type
 from sparcel.comm import Communicator
 from sparcel.memory import Share
 from sparcel.schemes._state import STATE_HINT
-from sparcel.schemes.density import count_for
 from sparcel.schemes.ledger import Ledger
-from sparcel.schemes.outcome import Reduced
+from sparcel.schemes.outcome import Outcome, averaged
+from sparcel.schemes.plan import Plan, Span
 from sparcel.schemes.request import Request
-from sparcel.schemes.sparsifier import Sparsifier, unless_void
+from sparcel.schemes.sparsifier import Sparsifier, sends_all
 from sparcel.selectors import Selector
 from sparcel.selectors import selector as make_selector
 from sparcel.stream import SparseStream
@@ -38,6 +38,8 @@ class Selecting(Sparsifier):
 
     selector: str | Selector = "exact"
     _shares: list[Share] = field(default_factory=list, init=False, repr=False)
+    _spans: tuple[Span, ...] | None = field(default=None, init=False, repr=False)
+    """The ranges of which the shares are."""
     _loaded: list[dict[str, Any]] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -66,45 +68,60 @@ class Selecting(Sparsifier):
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Scheme.restore`."""
         super().restore(state)
-        self._shares = []
+        self._shares, self._spans = [], None
         self._loaded = [dict(one) for one in state.get("selectors", [])]
 
-    def _reduce_part(
+    def _by_streams(
         self,
         gradient: Tensor,
         comm: Communicator,
         request: Request,
+        plan: Plan,
         out: Tensor | None,
-    ) -> Reduced:
-        costs = request.costs
-        self._shares = self._divided(gradient.numel(), request)
-        k, most = sum(share.k for share in self._shares), sum(share.most for share in self._shares)
-        costs.asked += k
-        with costs.selecting():
-            taken = self._take(gradient, comm, request, clear=out is gradient)
-        ledger = Ledger(self._memory, taken, k, most)
-        wire = self._wire(comm, gradient.numel(), k)
-        with costs.communicating():
+    ) -> Outcome:
+        if self._sends_all(plan):
+            return super()._by_streams(gradient, comm, request, plan, out)
+        self._divide(plan.spans)
+        with request.costs.selecting():
+            taken = self._take(gradient, plan.ranks, comm, request, clear=out is gradient)
+        ledger = Ledger(self._memory, taken, plan.asked, sum([s.most for s in self._shares]))
+        wire = self._wire(comm, plan)
+        with request.costs.communicating():
             total = self._exchange(ledger, wire)
         for start, lost in wire.take_lost():
             ledger.keep(lost, start)
-        costs.selected += ledger.sent.nnz
-        costs.magnitude += unless_void(ledger.magnitude, total.finite)
         if self.momentum:
             applied = ledger.sent.within(total).indices
             assert applied is not None, "what leaves memory is sparse"
             self._memory.forget_velocity(applied)
-        return Reduced(total, request.update_divisor(comm))
+        average = averaged(total, plan.ranks / request.scale, gradient.dtype, out)
+        return Outcome(
+            average,
+            average.finite,
+            ledger.sent.nnz,
+            total.nnz,
+            ledger.magnitude,
+            plan.coordinates,
+            plan.asked,
+        )
+
+    def _sends_all(self, plan: Plan) -> bool:
+        return sends_all(plan.spans)
 
     def _take(
-        self, gradient: Tensor, comm: Communicator, request: Request, clear: bool
+        self,
+        gradient: Tensor,
+        ranks: int,
+        comm: Communicator,
+        request: Request,
+        clear: bool,
     ) -> SparseStream:
         """Take this rank's selection out of memory + gradient; leave the rest in the scratch."""
         return self._memory.select(
             gradient,
             self._shares,
             self.steps,
-            request.divisor(comm),
+            ranks,
             request.withheld,
             clear,
             request.scale,
@@ -117,16 +134,18 @@ class Selecting(Sparsifier):
         What the method does not apply, it gives back to the ledger.
         """
 
-    def _divided(self, size: int, request: Request) -> list[Share]:
-        """Return the ranges of this step, with the number of coordinates to select from each."""
-        ranges = self._densities(size, request)
+    def _divide(self, spans: tuple[Span, ...]) -> None:
+        """Let this step select from these ranges."""
+        if self._spans is spans:
+            return
         selectors = [share.selector for share in self._shares]
-        if len(selectors) != len(ranges):
+        if len(selectors) != len(spans):
             assert isinstance(self.selector, Selector), "__post_init__ made one"
-            selectors = [self.selector.fresh() for _ in ranges]
+            selectors = [self.selector.fresh() for _ in spans]
             for selector, state in zip(selectors, self._loaded, strict=False):
                 selector.load_state_dict(state)
-        return [
-            Share(start, stop, selector, count_for(density, stop - start))
-            for (start, stop, density), selector in zip(ranges, selectors, strict=True)
+        self._spans = spans
+        self._shares = [
+            Share(span.start, span.stop, selector, span.k)
+            for span, selector in zip(spans, selectors, strict=True)
         ]

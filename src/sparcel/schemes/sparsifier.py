@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +17,15 @@ from sparcel.memory import Memory, emptied, wide_dtype
 from sparcel.ops import SUM
 from sparcel.regions import Regions, Shares, exchange_regions, phase
 from sparcel.schemes.base import Scheme
-from sparcel.schemes.density import checked_density, checked_schedule, front_loaded
+from sparcel.schemes.density import (
+    checked_density,
+    checked_schedule,
+    count_for,
+    front_loaded,
+)
 from sparcel.schemes.ledger import magnitude_of
-from sparcel.schemes.outcome import Reduced
+from sparcel.schemes.outcome import Outcome, averaged
+from sparcel.schemes.plan import Plan, Span
 from sparcel.schemes.request import Request
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
@@ -84,36 +89,61 @@ class Sparsifier(Scheme):
         """See `Scheme.remembers`."""
         return ("memory", "velocity") if self.momentum else ("memory",)
 
+    def _era(self, request: Request) -> object:
+        entry = self.steps // (self.warmup_steps or 1)
+        if self.warmup:
+            return min(entry, len(self.warmup))
+        # Densities of the first steps change at powers of two.
+        return (self.steps + 1).bit_length() if request.front_loaded else None
+
+    def _planned(self, gradient: Tensor, comm: Communicator, request: Request) -> Plan:
+        size = gradient.numel()
+        spans = tuple(
+            Span(start, stop, density, count_for(density, stop - start))
+            for start, stop, own in request.layers or [(0, size, None)]
+            for density in [self._density_now(own, request)]
+        )
+        k = size if sends_all(spans) else sum([span.k for span in spans])
+        format, up, down = self.format_for(size, k, comm), None, None
+        asked, coordinates = k, request.count(size)
+        facts: dict[str, object] = {}
+        if shares := self._up_and_down(spans, format):
+            regions = Regions.of(size, comm.size)
+            wide = wide_dtype(gradient.dtype)
+            up, down = [phase(regions, one, format, wide) for one in shares]
+            asked = min(sum(up.expected), coordinates)
+            facts = {"format": format, "up": up.shares, "down": down.shares}
+        elif sends_all(spans):
+            asked = coordinates
+        call = self._call(gradient, comm, request, facts)
+        return Plan(call, request.divisor(comm), coordinates, asked, spans, format, up, down)
+
+    def _up_and_down(self, spans: Sequence[Span], format: Format) -> tuple[Shares, Shares] | None:
+        """Return what travels up and down of a vector's ranges, if a step goes by regions.
+
+        One that sends all does if its format rounds.
+        """
+        if not (sends_all(spans) and format.loses):
+            return None
+        everything = ((spans[-1].stop, 1.0),)
+        return everything, everything
+
     def reduce(
         self,
         gradient: Tensor,
         comm: Communicator,
         request: Request,
+        plan: Plan,
         out: Tensor | None = None,
-    ) -> Reduced:
+    ) -> Outcome:
         """See `Scheme.reduce`."""
-        in_place = out is gradient
-        if in_place:
-            for start, stop in request.apart:
-                gradient[start:stop] = 0
-        with emptied(gradient, () if in_place else request.apart):
-            if not self._sends_all(request):
-                return self._reduce_part(gradient, comm, request, out)
-            wire = self._wire(comm, gradient.numel(), gradient.numel())
-            if wire.format.loses:
-                everything = ((gradient.numel(), 1.0),)
-                return self._by_regions(gradient, wire, request, everything, everything, out)
-            return Reduced(self._sum_all(gradient, wire, request), request.update_divisor(comm))
-
-    @abstractmethod
-    def _reduce_part(
-        self,
-        gradient: Tensor,
-        comm: Communicator,
-        request: Request,
-        out: Tensor | None,
-    ) -> Reduced:
-        """Do what `reduce` does in a step that does not send all."""
+        exchange = self._by_streams if plan.up is None else self._by_regions
+        if out is gradient:
+            if request.apart:
+                torch._foreach_zero_([gradient[start:stop] for start, stop in request.apart])
+            return exchange(gradient, comm, request, plan, out)
+        with emptied(gradient, request.apart):
+            return exchange(gradient, comm, request, plan, out)
 
     def _take_effect(self) -> None:
         super()._take_effect()
@@ -132,76 +162,62 @@ class Sparsifier(Scheme):
         super()._check(gradient)
         self._memory.check(gradient)
 
-    def _sends_all(self, request: Request) -> bool:
-        """Tell whether this step is uncompressed."""
-        return all(density == 1 for *_, density in self._densities(0, request))
-
-    def _sum_all(self, gradient: Tensor, wire: Wire, request: Request) -> SparseStream:
+    def _by_streams(
+        self,
+        gradient: Tensor,
+        comm: Communicator,
+        request: Request,
+        plan: Plan,
+        out: Tensor | None,
+    ) -> Outcome:
         """Send all of memory + gradient by the engine's own sum, as training without a scheme."""
-        costs = request.costs
+        wire, costs = self._wire(comm, plan), request.costs
         with costs.selecting():
             everything = self._memory.accumulate(
-                gradient, request.divisor(wire.comm), request.withheld, scale=request.scale
+                gradient, plan.ranks, request.withheld, scale=request.scale
             )
             leaving = magnitude_of(everything)
-        costs.asked += request.count(everything.size)
-        costs.selected += request.count(everything.size)
         with costs.communicating():
             total = auto.all_reduce(everything, wire, SUM, "dense", everything.size)
             if wire.size == 1:  # the sum is the scratch itself
                 total = SparseStream.unchecked(None, total.values.clone(), total.size, total.finite)
         self._memory.kept.zero_()
-        costs.magnitude += unless_void(leaving, total.finite)
-        return total
+        average = averaged(total, plan.ranks / request.scale, gradient.dtype, out)
+        sent = plan.coordinates
+        return Outcome(average, average.finite, sent, total.nnz, leaving, sent, sent)
 
     def _by_regions(
         self,
         gradient: Tensor,
-        wire: Wire,
+        comm: Communicator,
         request: Request,
-        up: Shares,
-        down: Shares,
+        plan: Plan,
         out: Tensor | None,
-    ) -> Reduced:
+    ) -> Outcome:
         """Send shares of memory + gradient to the owners of regions, who return shares of sums."""
-        costs, comm = request.costs, wire.comm
-        dtype = wide_dtype(gradient.dtype)
-        regions = Regions.of(gradient.numel(), wire.size)
-        sending = phase(regions, up, wire.format, dtype)
-        returning = phase(regions, down, wire.format, dtype)
-        costs.asked += min(sum(sending.expected), request.count(gradient.numel()))
-        entered = self._memory.entered(
-            gradient, request.divisor(comm), request.withheld, scale=request.scale
-        )
-        with entered as addition, costs.communicating():
+        assert plan.up is not None and plan.down is not None, "reduce asked"
+        entered = self._memory.entered(gradient, plan.ranks, request.withheld, scale=request.scale)
+        with entered as addition, request.costs.communicating():
             returned = exchange_regions(
                 addition,
-                wire,
-                sending,
-                returning,
-                request.update_divisor(comm),
+                comm,
+                self.steps,
+                plan.up,
+                plan.down,
+                plan.ranks / request.scale,
                 out,
             )
-        costs.selected += returned.sent
-        costs.magnitude += unless_void(returned.magnitude, returned.average.finite)
-        return Reduced(returned.average, None, entries=returned.entries)
+        return Outcome(*returned, plan.coordinates, plan.asked)
 
-    def _wire(self, comm: Communicator, size: int, k: int) -> Wire:
-        """Return what carries ``k`` of ``size`` coordinates in this step."""
-        return Wire(comm, self.format_for(size, k, comm), self.steps)
+    def _wire(self, comm: Communicator, plan: Plan) -> Wire:
+        """Return what carries the step's streams."""
+        return Wire(comm, plan.format, self.steps)
 
     def format_for(self, size: int, k: int, comm: Communicator) -> Format:
         """Return the format in which ``k`` of ``size`` coordinates travel."""
         if isinstance(self.format, Format):
             return self.format
         return auto.fastest_format(size, k, comm.rates)
-
-    def _densities(self, size: int, request: Request) -> list[tuple[int, int, float]]:
-        """Return the layers, or the whole vector, with their densities in this step."""
-        return [
-            (start, stop, self._density_now(own, request))
-            for start, stop, own in request.layers or [(0, size, None)]
-        ]
 
     def _density_now(self, own: float | None, request: Request) -> float:
         """Return the density of a layer in this step; ``own`` is its own, if it has one."""
@@ -213,8 +229,6 @@ class Sparsifier(Scheme):
         return front_loaded(density, self.steps) if in_front else density
 
 
-def unless_void(magnitude: float | Tensor, finite: bool | Tensor) -> float | Tensor:
-    """Return what the costs count of a step: nothing if it is void."""
-    if isinstance(finite, Tensor):
-        return torch.where(finite, magnitude, 0.0)
-    return magnitude if finite else 0.0
+def sends_all(spans: Sequence[Span]) -> bool:
+    """Tell whether a step is uncompressed."""
+    return all(span.density == 1 for span in spans)

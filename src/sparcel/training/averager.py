@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from sparcel._checks import checked_flag
 from sparcel.comm import Communicator, Group, Job, carry
+from sparcel.device import GPUS
 from sparcel.errors import CommunicationError, InputError, checked_name
 from sparcel.memory import Range
 from sparcel.rates import Rates
@@ -358,7 +359,8 @@ class Averager:
         session = self._session
         if session.closed:
             raise CommunicationError("the averager was closed; make a new one to exchange more")
-        refuse_capture(session.device)
+        if session.device.type in GPUS:
+            refuse_capture(session.device)
         step = session.step or Transaction(session)
         step.include(names)
         session.step = step

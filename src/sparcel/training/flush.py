@@ -58,10 +58,10 @@ class Flush:
     def will_owe(self, left: Mapping[str, Tensor], ranks: Ranks) -> bool:
         """Return whether some rank may owe something after this step.
 
-        All ranks call, inside a job. Only the last step asks them.
+        All ranks call, inside a job, if something is pending. Only the last step asks them.
         """
-        if not self.pending or self.steps > 1:
-            return self.pending
+        if self.steps > 1:
+            return True
         kept = len(self.owed.keys() - left.keys())
         return any(ranks.tell("flush", kept))
 

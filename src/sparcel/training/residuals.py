@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from sparcel.memory import wide_dtype
-from sparcel.schemes import Begun, Layer, Scheme
+from sparcel.schemes import Layer, Outcome, Scheme
 from sparcel.side_stream import used_here
-from sparcel.training.flush import Flush
+from sparcel.training.flush import FLUSH_STEPS, Flush
 from sparcel.training.layout import Layout, Piece, Position, copy_pieces, layers_of, rearranged
 
 _FIRST_STEPS = 2
@@ -134,13 +134,16 @@ class Residuals:
         return {name: method for name, method in chosen.items() if method is not None}
 
     def commit(
-        self, begun: Iterable[tuple[Scheme, Begun]], left: Mapping[str, Tensor], will_owe: bool
+        self, begun: Iterable[tuple[Scheme, Outcome]], left: Mapping[str, Tensor], will_owe: bool
     ) -> float:
         """Let a step take effect, and return the magnitude that was flushed; see `Flush.commit`."""
         for scheme, step in begun:
             scheme.commit(step)
         self.steps += 1
-        return self.flush.commit(left, will_owe)
+        if self.flush.pending:
+            return self.flush.commit(left, will_owe)
+        self.flush.steps = FLUSH_STEPS
+        return 0.0
 
     def switch(self, template: Scheme) -> None:
         """Go on with another scheme, of the same momentum; what is owed stays owed."""

@@ -5,21 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel._checks import all_finite, finite_flag
+from sparcel._checks import finite_flag
 from sparcel.auto import all_reduce, sum_whole
-from sparcel.comm import Call, Job, digest, ring_bytes
-from sparcel.device import read, truth
+from sparcel.comm import Call, Job, ring_bytes
+from sparcel.device import GPUS, Checks, adding_to, read
 from sparcel.errors import InputError
 from sparcel.memory import wide_dtype
 from sparcel.profiling import profiled
-from sparcel.schemes import Begun, Request, Scheme
-from sparcel.schemes.costs import Costs
+from sparcel.schemes import Costs, Outcome, Request, Scheme, named
 from sparcel.side_stream import used_here
 from sparcel.stream import SparseStream
 from sparcel.training._rows import coalesced, poisoned
@@ -39,7 +38,7 @@ class Transaction:
     Attributes
     ----------
     finite
-        Whether the tensors of all ranks were finite so far.
+        Whether the tensors of all ranks were finite; known once the step has ended.
     rows
         The averages of sparse gradients, by name.
     costs
@@ -47,7 +46,7 @@ class Transaction:
     """
 
     def __init__(self, session: Session) -> None:
-        self.finite, self.costs = True, Costs(steps=1)
+        self.finite, self.costs = False, Costs(steps=1)
         self.rows: dict[str, Tensor] = {}
         self._session, self._comm = session, session.ranks.comm
         self._names: set[str] = set()
@@ -58,10 +57,14 @@ class Transaction:
         """The vectors of which one selection will be made, when the step ends."""
         self._copies: list[tuple[Tensor, Tensor]] = []
         """Ranges of queued vectors, each with the tensor that gets its updates."""
-        self._small: list[tuple[Tensor, Tensor]] = []
-        """The places of small tensors, each with its gradient."""
-        self._begun: list[tuple[Scheme, Begun]] = []
+        self._small: list[tuple[tuple[str, ...], list[Tensor], Tensor]] = []
+        """Of vectors with small tensors: the names, the places of these, and their gradients."""
+        self._begun: list[tuple[Scheme, Outcome]] = []
         """What the vectors' schemes have begun, and have to commit."""
+        self._flags: list[bool | Tensor] = []
+        """Whether other tensors are finite."""
+        self._checks: Checks = []
+        """What the host asks a GPU when it looks at it, at the step's end."""
         self._left: dict[str, Tensor] = {}
         """What tensors still owe of an old memory when the step has added a share to gradients."""
         self._will_owe = False
@@ -114,7 +117,8 @@ class Transaction:
         with profiled("wait"):
             for job in self._jobs:
                 job.wait()
-        used_here(*self.rows.values(), *self._left.values())  # jobs made them on another stream
+        if self._comm.device.type in GPUS:
+            used_here(*self.rows.values(), *self._left.values())  # jobs made them on another stream
         now, before, costs = self._comm.traffic, self._traffic_before, self.costs
         costs.messages_sent = now.messages_sent - before.messages_sent
         costs.bytes_sent = now.bytes_sent - before.bytes_sent
@@ -124,14 +128,22 @@ class Transaction:
         """Let the step take effect; it has ended, and was finite on all ranks."""
         flushed = self._session.residuals.commit(self._begun, self._left, self._will_owe)
         self.costs.count_flushed(flushed)
-        # Jobs made the memory on their stream of a GPU, and this thread reads it on its own.
-        for scheme, _ in self._begun:
-            used_here(*scheme.coordinates().values())
+        if self._comm.device.type in GPUS:
+            # Jobs made the memory on their stream, and this thread reads it on its own.
+            for scheme, _ in self._begun:
+                used_here(*scheme.coordinates().values())
 
     def _submit(self, job: Callable[[], None]) -> Job[None]:
         """Run ``job`` after all jobs queued before."""
+        if self._comm.device.type in GPUS:
+            job = partial(self._run_unchecked, job)
         self._jobs.append(self._comm.submit(job))
         return self._jobs[-1]
+
+    def _run_unchecked(self, job: Callable[[], None]) -> None:
+        """Run a job whose checks wait until the host looks at the device, at the step's end."""
+        with adding_to(self._checks):
+            job()
 
     def _take(self, queued: Queued) -> None:
         self.costs.dense_bytes += ring_bytes(queued.vector.nbytes, self._comm.size)
@@ -150,47 +162,37 @@ class Transaction:
             self._exchange(all_of_them)
 
     def _exchange(self, queued: Queued) -> None:
-        """Replace the tensors in a vector by their updates, except for small ones if those wait.
-
-        Ranks that have queued other tensors, because their passes used other parts of a model,
-        would mix them up if their sizes are the same.
-        """
-        if names := queued.arranged.names:
-            self._comm.call(_exchange_of(names), partial(self._exchange_pieces, queued))
-
-    def _exchange_pieces(self, queued: Queued) -> None:
+        """Replace the tensors in a vector by their updates, except for small ones if those wait."""
         session, vector, arranged = self._session, queued.vector, queued.arranged
         places = [vector[start:stop] for start, stop in arranged.apart]
-        gradients = [place.clone() for place in places]
-        sent_whole = False
-        large = arranged.large
+        gradients = torch.cat(places) if places else None
+        sent_whole, large, flush = False, arranged.large, session.residuals.flush
         for served, flat, moved in session.residuals.vectors(large, vector) if large else ():
-            # A vector in another layout has no small tensors.
-            apart = [] if moved else arranged.apart
-            withheld = zeros_in(flat, served.pieces) if session.withhold_zeros else []
+            withheld = zeros_in(flat, served.pieces) if session.withhold_zeros else ()
             request = Request(
                 served.layers,
                 withheld,
-                apart,
-                scale=self._scale(),
+                () if moved else arranged.apart,  # one in another layout has no small tensors
+                scale=self._scale,
                 front_loaded=session.frontload,
+                tensors=arranged.names,
                 costs=self.costs,
             )
-            # Under a scheme without memory, a share of what an old memory owes goes along.
-            flush = session.residuals.flush
-            self._left |= flush.add_to(flat, served.pieces, withheld, request.scale)
-            begun = served.scheme.begin(flat, self._comm, request, in_place=True)
-            self._begun.append((served.scheme, begun.without_average()))
-            self.finite &= begun.finite
-            sent_whole = begun.sent_whole and not moved
-        if not sent_whole:
-            self._small += zip(places, gradients, strict=True)
+            if flush.owed:
+                # Under a scheme without memory, a share of what an old memory owes goes along.
+                self._left |= flush.add_to(flat, served.pieces, withheld, request.scale)
+            outcome = served.scheme.begin(flat, self._comm, request, in_place=True)
+            self._begun.append((served.scheme, outcome))
+            sent_whole = outcome.sent_whole and not moved
+        if gradients is not None and not sent_whole:
+            self._small.append((arranged.names, places, gradients))
 
+    @cached_property
     def _scale(self) -> float:
-        """Return what a GradScaler has multiplied gradients by; 1 if it does not matter.
+        """What a GradScaler has multiplied gradients by; 1 if it does not matter.
 
-        Asked in the exchange and not while computing, which would have to wait for a GPU to answer.
-        NaN if backing off has made it so small that float32 does not hold its quotients.
+        Asked in the first exchange and not while computing, which would have to wait for a GPU to
+        answer. NaN if backing off has made it so small that float32 does not hold its quotients.
         """
         session, scaler = self._session, self._session.scaler
         owes = session.treatment.selects or session.residuals.flush.owed
@@ -209,8 +211,9 @@ class Transaction:
         rows = rows.reshape(len(rows), shape[1:].numel())
         stream = SparseStream(gradient.indices()[0], rows, shape[0])
         stream.finite = finite_flag(rows)
+        reduce = partial(all_reduce, stream, Wire(self._comm))
         with self.costs.communicating():
-            total = self._average(all_reduce(stream, Wire(self._comm)))
+            total = self._average(self._comm.call(_exchange_of(((name,),)), reduce))
         self.costs.dense_bytes += ring_bytes(dense_bytes, self._comm.size)
         self.costs.coordinates += shape.numel()
         self.costs.asked += rows.numel()
@@ -220,25 +223,32 @@ class Transaction:
         if indices is None:
             indices = torch.arange(shape[0], device=rows.device)
         average = total.values.reshape(total.nnz, *shape[1:]).to(dtype)
-        # An average that fits the sum's dtype may overflow a narrower one.
-        self.finite &= dtype == total.dtype or all_finite(average)
+        if dtype != total.dtype:
+            # An average that fits the sum's dtype may overflow a narrower one.
+            self._flags.append(finite_flag(average))
         self.rows[name] = coalesced(indices, average, shape)
 
     def _finish(self) -> None:
         if self._small:
-            self._exchange_small()
+            several = tuple(names for names, *_ in self._small)
+            self._comm.call(_exchange_of(several), self._exchange_small)
         for place, update in self._copies:
             place.copy_(update)
-            # A sum that fits the widest dtype may overflow a narrower one.
-            self.finite &= place.dtype == update.dtype or all_finite(place)
+            if place.dtype != update.dtype:
+                # A sum that fits the widest dtype may overflow a narrower one.
+                self._flags.append(finite_flag(place))
         session = self._session
-        self.finite = session.ranks.agree_on_finite(self.finite, session.residuals.steps)
-        if self.finite:
-            self._will_owe = session.residuals.flush.will_owe(self._left, session.ranks)
-        else:
+        schemes = [scheme for scheme, _ in self._begun]
+        begun = [outcome for _, outcome in self._begun]
+        outcomes, finite = self.costs.settle(begun, self._flags)
+        self._begun = list(zip(schemes, outcomes, strict=True))
+        if session.ranks.shard is not None:
+            finite = session.ranks.agree_on_finite(finite, session.residuals.steps)
+        self.finite, flush = finite, session.residuals.flush
+        if not finite:
             self._void()
-        if isinstance(self.costs.magnitude, Tensor):
-            self.costs.magnitude = float(read(self.costs.magnitude))
+        elif flush.pending:
+            self._will_owe = flush.will_owe(self._left, session.ranks)
 
     def _void(self) -> None:
         """Make all updates NaN."""
@@ -247,27 +257,29 @@ class Transaction:
         self.rows = {name: poisoned(average) for name, average in self.rows.items()}
 
     def _exchange_small(self) -> None:
-        places, gradients = zip(*self._small, strict=True)
+        _, places, gradients = zip(*self._small, strict=True)
         doubles = torch.float64 in [gradient.dtype for gradient in gradients]
         wide = torch.float64 if doubles else torch.float32
         vector = torch.cat([gradient.to(wide) for gradient in gradients])
         with self.costs.communicating():
             total = sum_whole(vector, self._comm)
         self.costs.count_whole(vector.numel())
-        parts = self._average(total).values.split([place.numel() for place in places])
-        for place, part in zip(places, parts, strict=True):
-            place.copy_(part)
+        updates = [place for several in places for place in several]
+        parts = self._average(total).values.split([update.numel() for update in updates])
+        torch._foreach_copy_(updates, parts)
 
     def _average(self, total: SparseStream) -> SparseStream:
         """Return the average over ranks, given their sum, and note whether it is finite."""
         average = kernels.average(total.values, self._comm.size)
-        self.finite &= truth(total.finite & finite_flag(average))
+        self._flags += [total.finite, finite_flag(average)]
         return SparseStream.unchecked(total.indices, average, total.size)
 
 
-@lru_cache(maxsize=4096)
-def _exchange_of(names: tuple[str, ...]) -> Call:
-    """Describe the exchange of these tensors."""
-    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    facts = {"tensors": f"{names[0]}{others}", "digest": digest("\n".join(names), 32)}
-    return Call.of("exchange", facts)
+@lru_cache(maxsize=1024)
+def _exchange_of(several: tuple[tuple[str, ...], ...]) -> Call:
+    """Describe the exchange of tensors of these vectors.
+
+    Ranks that have queued other tensors, because their passes used other parts of a model, would
+    mix them up if their sizes are the same.
+    """
+    return Call.of("exchange", named(tuple(name for names in several for name in names)))
