@@ -66,8 +66,7 @@ def call_all() -> None:
         part = phase(regions, stops, format_named(name), torch.float32)
         addition = Addition(memory, x, memory.clone(), 0.5)
         left = _selected.enter(addition, part, 1, 7)
-        added = _places.add(addition.scratch, left.messages, part, 1)
-        _selected.take_own(addition.scratch, part, 1, 7, added.finite, added.magnitude)
+        _places.collect(addition.scratch, left.messages, part, part, 1, 7)
         _places.deliver(left.messages, part, 3.0, x)
 
 

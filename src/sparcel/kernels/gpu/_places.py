@@ -7,7 +7,7 @@ A message that is not sound sets a flag, and whatever it holds, no kernel leaves
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,14 +19,19 @@ from sparcel.kernels.gpu._launch import launch
 from sparcel.kernels.gpu._region import (
     INFINITE,
     NON_FINITE,
+    WARPS,
     add_last,
     add_up,
     bits_at,
-    layout,
+    grid_of,
+    kind_of,
+    layout_of,
     length_of,
+    parts_of,
     tile_of,
     values_at,
 )
+from sparcel.kernels.gpu._selected import take_own
 from sparcel.kernels.phase import Phase
 
 _OVERFLOWS = {torch.float32: INFINITE.value, torch.float16: 0x477FF000, torch.bfloat16: 0x7F7F8000}
@@ -34,38 +39,41 @@ _OVERFLOWS = {torch.float32: INFINITE.value, torch.float16: 0x477FF000, torch.bf
 
 _WORDS = 8  # of what is known of a message
 _COUNT, _CODES, _PLACES, _BITMAP, _LOW, _PLAIN, _SOUND = map(tl.constexpr, range(7))
-_ENTRIES, _ROSE, _TICKET, _FINITE, _FAULT = map(tl.constexpr, range(5))
+_ENTRIES, _FELL, _TICKET, _FINITE, _FAULT = map(tl.constexpr, range(5))
 
 
 class Added(NamedTuple):
-    """What is known after messages were added: int8-sized flags, and by how much x rose."""
+    """What `add` tells, each ``[]``: whether all that came is finite, and whether some is bad
+    (bool), and by how much the region's magnitude fell (float64).
+    """
 
-    fault: Tensor
     finite: Tensor
+    fault: Tensor
     magnitude: Tensor
 
 
 @triton.jit
-def _read_header(message, row_bytes, like, length, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Return the count of a message, -1 if it is not sound, and whether its vector is finite."""
+def _read_header(
+    message, row_bytes, begins, detail, length, BITS: tl.constexpr, GROUP: tl.constexpr
+):
+    """Return the count of a message, -1 if its header is not one of such a region."""
     word = message.to(tl.pointer_type(tl.int64), bitcast=True)
-    first, count, end = tl.load(word), tl.load(word + 3), tl.load(word + 4)
-    sound = (first & ~NON_FINITE) == tl.load(like)
-    sound = sound & (tl.load(word + 1) == tl.load(like + 1)) & (count >= 0) & (count <= length)
-    sound = sound & (tl.load(word + 2) == tl.load(like + 2))
-    _, _, expected, _, _, _ = layout(tl.where(sound, count, 0), length, BITS, GROUP)
-    sound = sound & (end == expected) & (end <= row_bytes)
-    return tl.where(sound, count, -1), (first & NON_FINITE) == 0
+    count, end = tl.load(word + 3), tl.load(word + 4)
+    sound = ((tl.load(word) & ~NON_FINITE) == begins) & (tl.load(word + 1) == detail)
+    sound = sound & (tl.load(word + 2) == length) & (count >= 0) & (count <= length)
+    _, _, expected, _, _, _ = parts_of(tl.where(sound, count, 0), length, BITS, GROUP)
+    return tl.where(sound & (end == expected) & (end <= row_bytes), count, -1)
 
 
 @triton.jit(
     do_not_specialize=[
-        *("size", "ranks", "block_bits", "fixed", "skipped", "row_bytes", "chunks", "tiles"),
+        *("size", "ranks", "block_bits", "fixed", "own", "row_bytes", "chunks", "tiles"),
+        *("begins", "detail"),
     ]
 )
 def _count(
-    messages, row_bytes, headers, known, masks, counts, placed, facts,
-    size, ranks, block_bits, fixed, skipped, chunks, tiles,
+    messages, row_bytes, known, masks, counts, placed, facts, begins, detail,
+    fixed, own, size, ranks, block_bits, chunks, tiles,
     BITS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Check a header, write what it tells, and count the bits of a chunk of its bitmap.
@@ -77,11 +85,16 @@ def _count(
     region = tl.where(fixed < 0, row, fixed)
     length = length_of(size, ranks, block_bits, region).to(tl.int64)
     message = messages + row.to(tl.int64) * row_bytes
-    count, finite = _read_header(message, row_bytes, headers + 5 * region, length, BITS, GROUP)
-    sound = (count >= 0) & (row != skipped)
+    count = _read_header(message, row_bytes, begins, detail, length, BITS, GROUP)
+    sound = (count >= 0) & (row != own)
     count = tl.where(sound, count, 0)
-    codes_at, places_at, _, bitmap, low_bits, plain = layout(count, length, BITS, GROUP)
+    codes_at, places_at, _, bitmap, low_bits, plain = parts_of(count, length, BITS, GROUP)
     if chunk == 0:
+        # After a bitmap of all coordinates, zeros fill the last word.
+        last = (message + places_at).to(tl.pointer_type(tl.int64), bitcast=True) + (bitmap >> 6)
+        filled = plain & ((bitmap & 63) > 0)
+        past = tl.load(last, mask=filled, other=0) >> (bitmap & 63)
+        sound = sound & (past == 0)
         known += 8 * row
         tl.store(known + _COUNT, count)
         tl.store(known + _CODES, codes_at)
@@ -110,22 +123,22 @@ def _count(
 @triton.jit
 def _low_at(words, start, low_bits, kept):
     """Return the low bits of indices that begin at these bits."""
-    word, skipped = start >> 5, start & 31
+    word, shift = start >> 5, start & 31
     lower = tl.load(words + word, mask=kept, other=0).to(tl.int64) & 0xFFFFFFFF
-    goes_on = kept & (skipped + low_bits > 32)
+    goes_on = kept & (shift + low_bits > 32)
     upper = tl.load(words + word + 1, mask=goes_on, other=0).to(tl.int64) << 32
     one = tl.zeros_like(start) + 1
-    return ((upper | lower) >> skipped) & ((one << low_bits) - 1)
+    return ((upper | lower) >> shift) & ((one << low_bits) - 1)
 
 
 @triton.jit(
     do_not_specialize=[
-        *("size", "ranks", "block_bits", "fixed", "skipped", "row_bytes", "chunks", "tiles"),
+        *("size", "ranks", "block_bits", "fixed", "own", "row_bytes", "chunks", "tiles"),
     ]
 )
 def _place(
     messages, row_bytes, known, masks, counts, placed, facts,
-    size, ranks, block_bits, fixed, skipped, chunks, tiles,
+    fixed, own, size, ranks, block_bits, chunks, tiles,
     TILE: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Set a bit of the region for each index of a chunk of the bitmap, and say what is wrong."""
@@ -140,35 +153,31 @@ def _place(
     start, total = add_up(counts + row * chunks, chunk, chunks, CHUNKS)
     wrong = ((tl.load(known + _SOUND) == 0) | (total != count)).to(tl.int32)
     words = (message + tl.load(known + _PLACES)).to(tl.pointer_type(tl.int32), bitcast=True)
+    if plain:
+        bitmap = bitmap * 0  # it is what this would make of it
     for tile in range(tiles):
-        which = chunk.to(tl.int64) * tiles + tile
-        first = which * TILE
+        first = (chunk.to(tl.int64) * tiles + tile) * TILE
         if first < bitmap:
             bit = first + tl.arange(0, TILE)
-            if plain:
-                past = (bit >= bitmap) & (bits_at(words, bit, (bitmap + 63) >> 6 << 6) != 0)
-                wrong += tl.sum(past.to(tl.int32), axis=0)
-            else:
-                found = bits_at(words, bit, bitmap)
-                number = start + tl.cumsum(found, axis=0) - found
-                start += tl.sum(found, axis=0)
-                kept = (found != 0) & (number < count)
-                from_bit = bitmap + number * low_bits
-                low = _low_at(words, from_bit, low_bits, kept)
-                index = ((bit - number) << low_bits) | low
-                # Indices with the same upper bits have bits one after another.
-                follows = kept & (bits_at(words, tl.maximum(bit - 1, 0), bitmap) != 0) & (bit > 0)
-                before = _low_at(words, from_bit - low_bits, low_bits, follows)
-                inside = kept & (index < length)
-                bad = (kept & (index >= length)) | (follows & (before >= low))
-                wrong += tl.sum(bad.to(tl.int32), axis=0)
-                one = tl.zeros([TILE], tl.int32) + 1
-                to = masks + row.to(tl.int64) * chunks * tiles * (TILE // 32) + (index >> 5)
-                shifted = one << (index & 31).to(tl.int32)
-                tl.atomic_or(to, shifted, mask=inside, sem="relaxed")
-                to = placed + row * chunks + index // (tiles * TILE)
-                tl.atomic_add(to, one, mask=inside, sem="relaxed")
-    if row != skipped:
+            found = bits_at(words, bit, bitmap)
+            number = start + tl.cumsum(found, axis=0) - found
+            start += tl.sum(found, axis=0)
+            kept = (found != 0) & (number < count)
+            from_bit = bitmap + number * low_bits
+            low = _low_at(words, from_bit, low_bits, kept)
+            index = ((bit - number) << low_bits) | low
+            # Indices with the same upper bits have bits one after another.
+            follows = kept & (bits_at(words, tl.maximum(bit - 1, 0), bitmap) != 0) & (bit > 0)
+            before = _low_at(words, from_bit - low_bits, low_bits, follows)
+            bad = (kept & (index >= length)) | (follows & (before >= low))
+            wrong += tl.sum(bad.to(tl.int32), axis=0)
+            inside = kept & (index < length)
+            one = tl.zeros([TILE], tl.int32) + 1
+            to = masks + row.to(tl.int64) * chunks * tiles * (TILE // 32) + (index >> 5)
+            tl.atomic_or(to, one << (index & 31).to(tl.int32), mask=inside, sem="relaxed")
+            to = placed + row * chunks + index // (tiles * TILE)
+            tl.atomic_add(to, one, mask=inside, sem="relaxed")
+    if row != own:
         if wrong > 0:
             tl.store(facts + _FAULT, 1)
             tl.store(facts + _FINITE, 0)
@@ -197,7 +206,7 @@ def _values_of(
     messages, row_bytes, known, row, bits, start,
     BITS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Return the values of a tile, of which the first is number ``start``; 0 where there is none."""
+    """Return the values of a tile, from number ``start`` on, and which of its places have one."""
     number = start + tl.cumsum(bits, axis=0) - bits
     kept = (bits != 0) & (number < tl.load(known + 8 * row + _COUNT))
     message = messages + tl.cast(row, tl.int64) * row_bytes
@@ -207,32 +216,32 @@ def _values_of(
 
 @triton.jit(
     do_not_specialize=[
-        *("size", "ranks", "block_bits", "fixed", "skipped", "row_bytes", "chunks", "tiles"),
+        *("size", "ranks", "block_bits", "fixed", "own", "row_bytes", "chunks", "tiles"),
     ]
 )
 def _add(
     x, messages, row_bytes, known, masks, placed, partials, facts,
-    size, ranks, block_bits, fixed, skipped, chunks, tiles,
+    own, size, ranks, block_bits, chunks, tiles,
     BITS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, CHUNKS: tl.constexpr,
     SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Add the messages of all rows to a chunk of the own region, in order."""
     chunk = tl.program_id(0)
-    length = length_of(size, ranks, block_bits, fixed).to(tl.int64)
+    length = length_of(size, ranks, block_bits, own).to(tl.int64)
     source = tl.arange(0, SOURCES)
     starts = tl.zeros([SOURCES], tl.int32)  # how many values of each message are used
     for row in range(ranks):
         before, _ = add_up(placed + row * chunks, chunk, chunks, CHUNKS)
         starts = tl.where(source == row, before, starts)
-    rose = tl.zeros([1], tl.float64)
+    fell = tl.zeros([1], tl.float64)
     for tile in range(tiles):
         first = (chunk.to(tl.int64) * tiles + tile) * TILE
         if first < length:
-            place, at = tile_of(first, ranks, block_bits, fixed, TILE)
+            place, at = tile_of(first, ranks, block_bits, own, TILE)
             value = tl.load(x + at, mask=at < size, other=0.0)
             old = value
             for row in range(ranks):
-                if row != skipped:
+                if row != own:
                     words = chunks * tiles * (TILE // 32)
                     bits = _bits_of(
                         messages, row_bytes, known, masks, row, length, place, words, TILE
@@ -244,10 +253,10 @@ def _add(
                     value = tl.where(kept, value + added, value)
                     starts += tl.where(source == row, tl.sum(bits, axis=0), 0)
             tl.store(x + at, value, mask=at < size)
-            rose += tl.sum((tl.abs(value) - tl.abs(old)).to(tl.float64), axis=0)
-    total, last = add_last(tl.sum(rose, axis=0), partials, facts + _TICKET)
+            fell += tl.sum((tl.abs(old) - tl.abs(value)).to(tl.float64), axis=0)
+    total, last = add_last(tl.sum(fell, axis=0), partials, facts + _TICKET)
     if last:
-        tl.store(facts.to(tl.pointer_type(tl.float64), bitcast=True) + _ROSE, total)
+        tl.store(facts.to(tl.pointer_type(tl.float64), bitcast=True) + _FELL, total)
 
 
 @triton.jit(
@@ -286,67 +295,64 @@ def _write(
 
 
 class _Read(NamedTuple):
-    """Messages of which the places are known."""
+    """Messages of which the places are known: what kernels get, and what is known of all."""
 
-    arguments: tuple[Any, ...]
-    where: dict[str, int]
-    placed: Tensor
+    messages: tuple[Tensor, int, Tensor, Tensor, Tensor]
+    layout: tuple[int, ...]
+    chunks: int
     facts: Tensor
 
 
-def _read(messages: Tensor, phase: Phase, region: int, skipped: int) -> _Read:
-    """Find the places of messages about regions, or all about one."""
-    regions = phase.regions
-    chunks, tiles = _region.grid_of(regions.length(0))
-    tile = _region.TILE
-    programs, row_bytes = regions.ranks * chunks, messages.shape[1]
+def _read(messages: Tensor, phase: Phase, region: int, own: int) -> _Read:
+    """Find the places of messages, each about its rank's region, or all about one."""
+    regions, stride, tile = phase.regions, messages.shape[1], _region.TILE
+    grid = grid_of(regions.length(0))
+    programs = regions.ranks * grid.chunks
     known = messages.new_empty((regions.ranks + 1) * _WORDS, dtype=torch.int64)
     facts = known[-_WORDS:]
-    masks = messages.new_empty(programs * tiles * (tile // 32), dtype=torch.int32)
+    masks = messages.new_empty(programs * grid.tiles * tile // 32, dtype=torch.int32)
     counts, placed = messages.new_empty((2, programs), dtype=torch.int32).unbind()
-    where = {
-        "size": regions.size,
-        "ranks": regions.ranks,
-        "block_bits": _region.block_bits(phase),
-        "chunks": chunks,
-        "tiles": tiles,
-    }
-    rows = {**where, "fixed": region, "skipped": skipped}
-    coding = {"BITS": phase.bits, "GROUP": phase.group}
+    layout = (*layout_of(phase), *grid)
     launch(
-        _count, programs, messages, row_bytes, _region.headers_of(phase, messages.device), known,
-        masks, counts, placed, facts, **rows, **coding, TILE=tile,
+        _count, programs, messages, stride, known, masks, counts, placed, facts, *kind_of(phase),
+        region, own, *layout, BITS=phase.bits, GROUP=phase.group, TILE=tile, num_warps=WARPS,
     )  # fmt: skip
     launch(
-        _place, programs, messages, row_bytes, known, masks, counts, placed, facts, **rows,
-        TILE=tile, CHUNKS=_region.CHUNKS,
+        _place, programs, messages, stride, known, masks, counts, placed, facts, region, own,
+        *layout, TILE=tile, CHUNKS=_region.CHUNKS, num_warps=WARPS,
     )  # fmt: skip
-    return _Read((messages, row_bytes, known, masks, placed), where, placed, facts)
+    return _Read((messages, stride, known, masks, placed), layout, grid.chunks, facts)
 
 
 def add(x: Tensor, arrived: Tensor, up: Phase, rank: int) -> Added:
     """Add what others sent to the own region of x, in the order of ranks."""
     read = _read(arrived, up, rank, rank)
-    chunks = read.where["chunks"]
     launch(
-        _add, chunks, x, *read.arguments, x.new_empty(chunks, dtype=torch.float64), read.facts,
-        **read.where, fixed=rank, skipped=rank, BITS=up.bits, GROUP=up.group, TILE=_region.TILE,
-        CHUNKS=_region.CHUNKS, SOURCES=triton.next_power_of_2(up.regions.ranks),
+        _add, read.chunks, x, *read.messages, x.new_empty(read.chunks, dtype=torch.float64),
+        read.facts, rank, *read.layout, BITS=up.bits, GROUP=up.group, TILE=_region.TILE,
+        CHUNKS=_region.CHUNKS, SOURCES=triton.next_power_of_2(up.regions.ranks), num_warps=WARPS,
         enable_fp_fusion=False,
     )  # fmt: skip
-    finite, fault = _flags(read.facts)
-    return Added(fault, finite, read.facts.view(torch.float64)[_ROSE.value])
+    return Added(*_flags(read.facts), read.facts.view(torch.float64)[_FELL.value])
+
+
+def collect(
+    x: Tensor, arrived: Tensor, up: Phase, down: Phase, rank: int, step: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add what others sent, and take out what all get: the message, the magnitude, the fault."""
+    added = add(x, arrived, up, rank)
+    return *take_own(x, down, rank, step, added.finite, added.magnitude), added.fault
 
 
 def deliver(
     returned: Tensor, down: Phase, divisor: float, out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Write what owners returned, over the divisor; return entries, and whether finite, and bad."""
+    """Write what owners returned, over the divisor: the entries, whether finite, the fault."""
     read = _read(returned, down, -1, -1)
     launch(
-        _write, down.regions.ranks * read.where["chunks"], out, *read.arguments, read.facts,
-        float(divisor), **read.where, OVERFLOWS=_OVERFLOWS[out.dtype], BITS=down.bits,
-        GROUP=down.group, TILE=_region.TILE, CHUNKS=_region.CHUNKS, enable_fp_fusion=False,
+        _write, down.regions.ranks * read.chunks, out, *read.messages, read.facts, float(divisor),
+        *read.layout, OVERFLOWS=_OVERFLOWS[out.dtype], BITS=down.bits, GROUP=down.group,
+        TILE=_region.TILE, CHUNKS=_region.CHUNKS, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return read.facts[_ENTRIES.value], *_flags(read.facts)
 

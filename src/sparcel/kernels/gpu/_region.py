@@ -6,20 +6,19 @@ that a program can add up the counts of all before its own.
 
 from __future__ import annotations
 
-from functools import lru_cache
+import struct
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from sparcel import device
 from sparcel.kernels.gpu._coding import decode_rows
 from sparcel.kernels.phase import Phase
 
-TILE = 4096
+TILE = 2048
 """Coordinates that a program takes at a time."""
+WARPS = 8
+"""So that a lane holds eight of them."""
 CHUNKS = 1024
 """The most chunks of a region; a power of two."""
 HEADER = tl.constexpr(40)
@@ -47,19 +46,19 @@ def grid_of(entries: int, tile: int = 0) -> Grid:
 
 def row_bytes(phase: Phase) -> int:
     """Return how many bytes a row of messages has."""
-    return triton.cdiv(max(phase.bounds), _ROW) * _ROW
+    return -(-max(phase.bounds) // _ROW) * _ROW
 
 
-def block_bits(phase: Phase) -> int:
-    """Return the binary logarithm of a block."""
-    return phase.regions.block.bit_length() - 1
+def layout_of(phase: Phase) -> tuple[int, int, int]:
+    """Return the size, the ranks, and the binary logarithm of a block."""
+    regions = phase.regions
+    return regions.size, regions.ranks, regions.block.bit_length() - 1
 
 
-@lru_cache(maxsize=256)
-def headers_of(phase: Phase, place: torch.device) -> Tensor:
-    """Return how messages begin, int64 ``[ranks, 5]``."""
-    headers = torch.frombuffer(bytearray(b"".join(phase.headers)), dtype=torch.int64)
-    return device.put(headers, place, torch.int64)
+def kind_of(phase: Phase) -> tuple[int, int]:
+    """Return the two words with which headers begin; the region's length is the third."""
+    begins, detail = struct.unpack_from("<qq", phase.headers[0])
+    return begins, detail
 
 
 @triton.jit
@@ -72,26 +71,25 @@ def length_of(size, ranks, block_bits, owner):
 
 
 @triton.jit
-def coordinates(place, ranks, block_bits, owner):
-    """Return the coordinates (int64) of places in a region, past the vector's end as well."""
-    number = place >> block_bits
-    return ((number * ranks + owner) << block_bits) + (place - (number << block_bits))
+def skipped(place, ranks, block_bits, owner):
+    """Return how many coordinates of others lie before places (int64) of a region."""
+    return ((place >> block_bits) * (ranks - 1) + owner) << block_bits
 
 
 @triton.jit
 def tile_of(first, ranks, block_bits, owner, TILE: tl.constexpr):
-    """Return the places of a tile, and their coordinates, in runs that can be read at once."""
+    """Return the places of a tile, and their coordinates, also past the vector's end."""
     place = first + tl.arange(0, TILE)
-    at = coordinates(place, ranks, block_bits, owner)
-    return place, tl.max_contiguous(tl.multiple_of(at, 64), 64)
+    at = place + skipped(place, ranks, block_bits, owner)
+    return place, tl.max_contiguous(tl.multiple_of(at, 64), 64)  # blocks are as long, at least
 
 
 @triton.jit
-def layout(count, length, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Return the parts of a message of ``count`` of ``length`` coordinates, both int64.
+def parts_of(count, length, BITS: tl.constexpr, GROUP: tl.constexpr):
+    """Return how a message of ``count`` of ``length`` coordinates, both int64, is laid out.
 
     Where the codes and the places begin, the bytes of all, the bits of the bitmap, the low bits of
-    an index, and whether the bitmap is one of all coordinates; see `packing.pack_indices`.
+    an index, and whether the bitmap is one of all coordinates; see `kernels.pack_indices`.
     """
     groups = (count + (GROUP - 1)) // GROUP
     scales = 4 * groups if BITS == 2 else 2 * groups
@@ -161,5 +159,8 @@ def add_last(number, partials, ticket):
     if last:
         for first in range(0, programs, 1024):
             place = first + tl.arange(0, 1024)
-            total += tl.load(partials + place, mask=place < programs, other=0.0)
+            # Past the first cache, which does not see what other processors write.
+            total += tl.load(
+                partials + place, mask=place < programs, other=0.0, cache_modifier=".cg"
+            )
     return tl.sum(total, axis=0), last
