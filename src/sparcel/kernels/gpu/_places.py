@@ -27,6 +27,7 @@ from sparcel.kernels.gpu._region import (
     kind_of,
     layout_of,
     length_of,
+    pair,
     parts_of,
     tile_of,
     values_at,
@@ -153,11 +154,9 @@ def _place(
     start, total = add_up(counts + row * chunks, chunk, chunks, CHUNKS)
     wrong = ((tl.load(known + _SOUND) == 0) | (total != count)).to(tl.int32)
     words = (message + tl.load(known + _PLACES)).to(tl.pointer_type(tl.int32), bitcast=True)
-    if plain:
-        bitmap = bitmap * 0  # it is what this would make of it
     for tile in range(tiles):
         first = (chunk.to(tl.int64) * tiles + tile) * TILE
-        if first < bitmap:
+        if first < tl.where(plain, 0, bitmap):  # a plain bitmap is what this makes of others
             bit = first + tl.arange(0, TILE)
             found = bits_at(words, bit, bitmap)
             number = start + tl.cumsum(found, axis=0) - found
@@ -215,9 +214,7 @@ def _values_of(
 
 
 @triton.jit(
-    do_not_specialize=[
-        *("size", "ranks", "block_bits", "fixed", "own", "row_bytes", "chunks", "tiles"),
-    ]
+    do_not_specialize=["size", "ranks", "block_bits", "own", "row_bytes", "chunks", "tiles"]
 )
 def _add(
     x, messages, row_bytes, known, masks, placed, partials, facts,
@@ -259,11 +256,7 @@ def _add(
         tl.store(facts.to(tl.pointer_type(tl.float64), bitcast=True) + _FELL, total)
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("size", "ranks", "block_bits", "row_bytes", "chunks", "tiles"),
-    ]
-)
+@triton.jit(do_not_specialize=["size", "ranks", "block_bits", "row_bytes", "chunks", "tiles"])
 def _write(
     out, messages, row_bytes, known, masks, placed, facts, divisor,
     size, ranks, block_bits, chunks, tiles,
@@ -311,7 +304,7 @@ def _read(messages: Tensor, phase: Phase, region: int, own: int) -> _Read:
     known = messages.new_empty((regions.ranks + 1) * _WORDS, dtype=torch.int64)
     facts = known[-_WORDS:]
     masks = messages.new_empty(programs * grid.tiles * tile // 32, dtype=torch.int32)
-    counts, placed = messages.new_empty((2, programs), dtype=torch.int32).unbind()
+    counts, placed = pair(messages, programs)
     layout = (*layout_of(phase), *grid)
     launch(
         _count, programs, messages, stride, known, masks, counts, placed, facts, *kind_of(phase),

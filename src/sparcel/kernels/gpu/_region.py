@@ -9,8 +9,10 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from sparcel.kernels.gpu._coding import decode_rows
 from sparcel.kernels.phase import Phase
@@ -53,6 +55,12 @@ def layout_of(phase: Phase) -> tuple[int, int, int]:
     """Return the size, the ranks, and the binary logarithm of a block."""
     regions = phase.regions
     return regions.size, regions.ranks, regions.block.bit_length() - 1
+
+
+def pair(beside: Tensor, programs: int) -> tuple[Tensor, Tensor]:
+    """Return memory for two numbers (int32) of each program, aligned so that kernels know it."""
+    first, second = beside.new_empty((2, -(-programs // 4) * 4), dtype=torch.int32).unbind()
+    return first, second
 
 
 def kind_of(phase: Phase) -> tuple[int, int]:

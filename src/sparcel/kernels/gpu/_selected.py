@@ -31,6 +31,7 @@ from sparcel.kernels.gpu._region import (
     kind_of,
     layout_of,
     length_of,
+    pair,
     parts_of,
     row_bytes,
     skipped,
@@ -95,7 +96,8 @@ def _mark(
             marked = tl.where(owner == own, 0, marked)
             found += tl.sum(marked, axis=0)
             peak = tl.maximum(peak, largest)
-            _store_bits(marks, (row.to(tl.int64) * chunks * tiles + which), marked, TILE)
+            word = (row.to(tl.int64) * chunks * tiles + which) * (TILE // 32)
+            tl.store(marks + word + tl.arange(0, TILE // 32), _words(marked, TILE))
     tl.store(counts + program, found)
     tl.store(peaks + program, peak)
 
@@ -105,11 +107,6 @@ def _words(bits, TILE: tl.constexpr):
     """Return the words (int32) of bits."""
     rows = tl.reshape(bits, [TILE // 32, 32])
     return tl.sum(rows << tl.arange(0, 32)[None, :], axis=1)
-
-
-@triton.jit
-def _store_bits(words, tile, bits, TILE: tl.constexpr):
-    tl.store(words + tile * (TILE // 32) + tl.arange(0, TILE // 32), _words(bits, TILE))
 
 
 @triton.jit(
@@ -148,14 +145,12 @@ def _emit(
         tl.atomic_add(facts + _SENT, count, sem="relaxed")
     words = (message + places_at).to(tl.pointer_type(tl.int32), bitcast=True)
     entries += row.to(tl.int64) * room
+    marks += row.to(tl.int64) * chunks * tiles * (TILE // 32)
     for tile in range(tiles):
-        which = chunk.to(tl.int64) * tiles + tile
-        first = which * TILE
+        first = (chunk.to(tl.int64) * tiles + tile) * TILE
         if first < length:
             place = first + tl.arange(0, TILE)
-            marked = bits_at(
-                marks + row.to(tl.int64) * chunks * tiles * (TILE // 32), place, length
-            )
+            marked = bits_at(marks, place, length)
             number = start + tl.cumsum(marked, axis=0) - marked
             start += tl.sum(marked, axis=0)
             kept = (marked != 0) & (number < count)
@@ -174,14 +169,13 @@ def _pack(words, place, number, bitmap, low_bits, kept):
     one = tl.zeros_like(number).to(tl.int32) + 1
     bit = (place >> low_bits) + number
     tl.atomic_or(words + (bit >> 5), one << (bit & 31).to(tl.int32), mask=kept, sem="relaxed")
-    has_low = kept & (low_bits > 0)
     low = place & ((one.to(tl.int64) << low_bits) - 1)
     start = bitmap + number * low_bits
     content = low << (start & 31)
     word = words + (start >> 5)
-    tl.atomic_or(word, content.to(tl.int32), mask=has_low, sem="relaxed")
+    tl.atomic_or(word, content.to(tl.int32), mask=kept, sem="relaxed")
     rest = (content >> 32).to(tl.int32)
-    tl.atomic_or(word + 1, rest, mask=has_low & (rest != 0), sem="relaxed")
+    tl.atomic_or(word + 1, rest, mask=kept & (rest != 0), sem="relaxed")
 
 
 @triton.jit
@@ -266,16 +260,6 @@ class Left(NamedTuple):
     magnitude: Tensor
 
 
-class _Source(NamedTuple):
-    """What is selected from: ``memory + scale·gradient``, which x becomes, or x itself."""
-
-    memory: Tensor
-    gradient: Tensor
-    scale: float
-    x: Tensor
-    added: bool
-
-
 def _take(
     source: Source,
     phase: Phase,
@@ -297,7 +281,7 @@ def _take(
     grid, tile, shares = grid_of(regions.length(0)), _region.TILE, len(phase.shares)
     programs = rows * grid.chunks
     marks = x.new_empty(programs * grid.tiles * tile // 32, dtype=torch.int32)
-    counts, peaks = x.new_empty((2, programs), dtype=torch.int32).unbind()
+    counts, peaks = pair(x, programs)
     launch(
         _mark, programs, source.memory, source.gradient, source.scale, x, *layout, first, own,
         limits.shares, shares, thresholds, marks, counts, peaks, *grid,
@@ -325,7 +309,7 @@ def _take(
 def enter(addition: Addition, up: Phase, rank: int, step: int) -> Left:
     """Compute x = memory + addend, and take out of it what is selected of the others' regions."""
     gradient = addition.gradient.detach()
-    source = Source(addition.memory, gradient, addition.scale, addition.scratch, True)
+    source = Source(addition.memory, gradient, float(addition.scale), addition.scratch, True)
     return _take(source, up, rank, step, True)
 
 
