@@ -342,7 +342,7 @@ def _collect_tile(
     before = load_inside(x, at, size, WHOLE)
     after = before
     if ADDS:
-        for other in range(0, ranks - 1):
+        for other in range(ranks - 1):
             source = other + (other >= rank).to(tl.int64)
             after += _read(came + source * stride, place, length, TILE, UP_BITS, UP_GROUP)
     if TAKES:
