@@ -1,0 +1,168 @@
+"""Messages of regions of which everything travels: their headers, and tiles of their values.
+
+The headers and the places of scales and codes follow from the regions' lengths. Only the flag for
+what is not finite depends on the data.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sparcel.kernels.gpu._coding import decode_rows, encode_rows, pack, scale_bits, unpack
+
+_HEADER = tl.constexpr(40)
+_WORDS = tl.constexpr(5)  # of 64 bits: kind and flags, detail, size, count, length
+_FLAGS = tl.constexpr(7)  # the place of the flags
+_NON_FINITE = tl.constexpr(2)  # one of them
+_NON_FINITE_BIT = tl.constexpr(2 << 56)  # in the first word
+HEADERS = tl.constexpr(64)  # headers at a time
+
+
+@triton.jit
+def length_of(region, size, ranks, log_block):
+    """Return how many coordinates a region has (int64)."""
+    blocks = size >> log_block  # whole ones
+    turns = blocks // ranks
+    left = blocks - turns * ranks
+    rest = tl.where(region == left, size - (blocks << log_block), 0)
+    return (((turns + (region < left).to(tl.int32)) << log_block) + rest).to(tl.int64)
+
+
+@triton.jit
+def _codes_at(length, BITS: tl.constexpr, GROUP: tl.constexpr):
+    """Return where a message's codes begin, after the header and the scales."""
+    SCALE_BYTES: tl.constexpr = 4 if BITS == 2 else 2
+    return _HEADER + ((length + GROUP - 1) // GROUP * SCALE_BYTES + 7) // 8 * 8
+
+
+@triton.jit
+def _end(length, BITS: tl.constexpr, GROUP: tl.constexpr):
+    """Return how many bytes a message has."""
+    return _codes_at(length, BITS, GROUP) + (length * BITS + 63) // 64 * 8
+
+
+@triton.jit
+def _header(length, begins, detail, BITS: tl.constexpr, GROUP: tl.constexpr):
+    """Return the words of headers of messages about so many coordinates, ``[HEADERS, 8]``."""
+    lane = tl.arange(0, 8)[None, :]
+    counts = tl.where(lane < 4, length, _end(length, BITS, GROUP))
+    return tl.where(lane == 0, begins, tl.where(lane == 1, detail, counts))
+
+
+@triton.jit
+def _word_pointers(messages, row, stride):
+    """Return pointers to the words of the headers in rows ``[HEADERS, 1]``, and two more."""
+    header = messages + row.to(tl.int64) * stride
+    return header.to(tl.pointer_type(tl.int64), bitcast=True) + tl.arange(0, 8)[None, :]
+
+
+@triton.jit
+def check(
+    came, stride, rank, size, ranks, log_block, begins, detail,
+    OWN: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Tell whether a message says that it is not finite, and whether a header is a wrong one.
+
+    All messages but the own are about the ``OWN`` region; or each, the own too, about its rank's.
+    """
+    lane = tl.arange(0, 8)[None, :]
+    bad, fault = tl.zeros([HEADERS, 8], tl.int32), tl.zeros([HEADERS, 8], tl.int32)
+    for first in range(0, ranks, HEADERS):
+        row = first + tl.arange(0, HEADERS)[:, None]
+        there = (row < ranks) & (lane < _WORDS)
+        region = row
+        if OWN:
+            there = there & (row != rank)
+            region = tl.zeros_like(row) + rank
+        expected = _header(length_of(region, size, ranks, log_block), begins, detail, BITS, GROUP)
+        found = tl.load(_word_pointers(came, row, stride), mask=there, other=0)
+        differing = tl.where(there, found ^ expected, 0)
+        flag = tl.where(lane == 0, _NON_FINITE_BIT, 0)
+        bad |= ((differing & flag) != 0).to(tl.int32)
+        fault |= ((differing & ~flag) != 0).to(tl.int32)
+    fault_anywhere = tl.max(tl.max(fault, axis=1), axis=0)
+    return tl.maximum(tl.max(tl.max(bad, axis=1), axis=0), fault_anywhere), fault_anywhere
+
+
+@triton.jit
+def begin_rows(
+    messages, stride, first, rows, region, bad, size, ranks, log_block, begins, detail,
+    BITS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Write headers, and the padding of scales and codes, before these are written over it.
+
+    ``region`` is that of each row ``[HEADERS, 1]``; ``bad`` is whether the header says so.
+    """
+    lane = tl.arange(0, 8)[None, :]
+    row = first + tl.arange(0, HEADERS)[:, None]
+    length = length_of(region, size, ranks, log_block)
+    begins = begins | tl.where(bad != 0, _NON_FINITE_BIT, 0)
+    header = _header(length, begins, detail, BITS, GROUP)
+    to = _word_pointers(messages, row, stride)
+    tl.store(to, header, mask=(row < rows) & (lane < _WORDS))
+    last_scales = _codes_at(length, BITS, GROUP) // 8 - 1
+    last_codes = _end(length, BITS, GROUP) // 8 - 1
+    padding = tl.where(lane == 0, last_scales, last_codes) - lane
+    zero = tl.zeros([HEADERS, 8], tl.int64)
+    tl.store(to + padding, zero, mask=(row < rows) & (lane < 2) & (length > 0))
+
+
+@triton.jit
+def write_tile(
+    x, message, place, length, TILE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    LOG_GROUP: tl.constexpr,
+):  # fmt: skip
+    """Write a tile of a region from a place on to its message; return what rounding takes."""
+    ROWS: tl.constexpr = TILE // GROUP
+    row = place // GROUP + tl.arange(0, ROWS)
+    there = tl.minimum(tl.maximum(length - row * GROUP, 1), GROUP)
+    code, low, high, finite = encode_rows(
+        tl.reshape(x, [ROWS, GROUP]), there, 0, BITS, ROWS, LOG_GROUP, False, True
+    )
+    bits = scale_bits(low, True)
+    scales = message + _HEADER
+    inside = row * GROUP < length
+    if BITS == 2:
+        bits = bits | (scale_bits(high, True) << 16)
+        tl.store(scales.to(tl.pointer_type(tl.int32), bitcast=True) + row, bits, mask=inside)
+    else:
+        to = scales.to(tl.pointer_type(tl.int16), bitcast=True) + row
+        tl.store(to, bits.to(tl.int16), mask=inside)
+    words, word, inside = _code_words(message, place, length, TILE, BITS, GROUP)
+    tl.store(words + word, pack(code, BITS, 32), mask=inside)
+    bad = tl.max((finite == 0).to(tl.int32), axis=0) != 0
+    flags = tl.load(message + _FLAGS, mask=bad, other=0)
+    tl.store(message + _FLAGS, flags | _NON_FINITE, mask=bad)  # all that write write the same
+    return x - tl.reshape(decode_rows(code, low, high, BITS, BITS == 2), [TILE])
+
+
+@triton.jit
+def _code_words(
+    message, place, length, TILE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr
+):
+    """Return where the words of codes are, the numbers of a tile's, and which of these exist."""
+    words = message + _codes_at(length, BITS, GROUP)
+    word = place * BITS // 32 + tl.arange(0, TILE * BITS // 32)
+    return words.to(tl.pointer_type(tl.int32), bitcast=True), word, word * (32 // BITS) < length
+
+
+@triton.jit
+def read_tile(message, place, length, TILE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr):
+    """Return a tile of a region from a place on."""
+    ROWS: tl.constexpr = TILE // GROUP
+    row = place // GROUP + tl.arange(0, ROWS)
+    inside = row * GROUP < length
+    scales = message + _HEADER
+    if BITS == 2:
+        from_ = scales.to(tl.pointer_type(tl.int32), bitcast=True) + row
+        both = tl.load(from_, mask=inside, other=0)
+        low, high = both << 16, both & -65536
+    else:
+        from_ = scales.to(tl.pointer_type(tl.int16), bitcast=True) + row
+        low = tl.load(from_, mask=inside, other=0).to(tl.int32) << 16
+        high = low
+    low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+    words, word, inside = _code_words(message, place, length, TILE, BITS, GROUP)
+    codes = unpack(tl.load(words + word, mask=inside, other=0), BITS, 32, ROWS, GROUP)
+    return tl.reshape(decode_rows(codes, low, high, BITS, BITS == 2), [TILE])
