@@ -225,6 +225,8 @@ def check(case: Case) -> None:
 @example(Case(3, 4096 * 4 + 100, 4096, 8, 16, me=1, out=torch.bfloat16))
 @example(Case(2, 1000, 256, 2, 8, kinds=("normal", "zeros"), me=1))
 @example(Case(4, 200, kinds=("special", "normal"), me=3))
+@example(Case(2, 200, kinds=("special", "zeros")))
+@example(Case(2, 100, kinds=("extremes",), out=torch.float16))
 @few
 def test_exchanges_equal_those_of_the_compiled_passes(case: Case) -> None:
     check(case)
@@ -232,7 +234,7 @@ def test_exchanges_equal_those_of_the_compiled_passes(case: Case) -> None:
 
 def test_headers_of_many_ranks() -> None:
     """Of most ranks the regions are empty, and their messages are headers."""
-    check(Case(70, 200, me=2))
+    check(Case(70, 200, kinds=(*["zeros"] * 69, "special"), me=2))
 
 
 @pytest.mark.parametrize(
