@@ -39,11 +39,11 @@ def collect(
     x, rows = addition.scratch, _rows(arrived)
     if up.dense:  # and so is what comes down
         return Collected(*_whole.collect(x, rows, up, down, rank))
-    fault, finite, rose = _places.add(x, rows, up, rank)
-    if down.dense:
-        message, fell = _whole.take_own(x, down, rank, finite)
-        return Collected(message, fell - rose, fault)
-    return Collected(*_selected.take_own(x, down, rank, step, finite, rose), fault)
+    if not down.dense:
+        return Collected(*_places.collect(x, rows, up, down, rank, step))
+    added = _places.add(x, rows, up, rank)
+    message, fell = _whole.take_own(x, down, rank, added.finite)
+    return Collected(message, added.magnitude + fell, added.fault)
 
 
 def deliver(
