@@ -15,8 +15,8 @@ from sparcel import device
 from sparcel.kernels import Addition
 from sparcel.kernels.definitions import select as reference
 from sparcel.selectors import MSTopK
+from tests.card import launches, on_card, seen
 from tests.card import moved as on_gpu
-from tests.card import on_card, seen
 from tests.kernels.paths import Case, cases, counts
 from tests.kernels.test_bracket import thresholds_for
 from tests.sampling import meeting
@@ -25,7 +25,7 @@ from tests.strategies import FLOATS, same_bits
 pytest.importorskip("triton")
 import triton.runtime.interpreter as interpreter
 
-from sparcel.kernels.gpu import _compact, _radix, _sum
+from sparcel.kernels.gpu import _compact, _radix, _sum, _work
 from sparcel.kernels.gpu import select as gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,8 +35,10 @@ few = settings(max_examples=8, suppress_health_check=[*HealthCheck])
 
 @pytest.fixture(autouse=True)
 def small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let short vectors be sampled."""
+    """Let short vectors be sampled, and be counted by several groups."""
     monkeypatch.setattr(gpu, "SAMPLES", 128)
+    for module in (_compact, _sum, _work):
+        monkeypatch.setattr(module, "GROUP", 1)
 
 
 def moved(addition: Addition) -> Addition:
@@ -157,8 +159,9 @@ def test_a_sample_that_misleads_costs_time_alone(
     above = {"few pass": 2**12 - 1, "many pass": 0}[kind] << (8 * dtype.itemsize - 13)
     sampled = []
 
-    def misled(sum: object, rule: Tensor, samples: int, rank: int) -> None:
-        rule[1] = above
+    def misled(sum: object, work: Tensor, samples: int, rank: int) -> None:
+        work.zero_()
+        work[_work.ABOVE] = above
         sampled.append(rank)
 
     monkeypatch.setattr(gpu, "sample", misled)
@@ -175,6 +178,19 @@ def test_fewer_nonzeros_than_k_mislead_no_sample() -> None:
         assert device.reads() == before + 1
     assert agree((seen(indices), seen(values)), reference.topk(x, 500))
     assert 0 < values.numel() < 500
+
+
+@pytest.mark.parametrize("size", [1000, 8200])
+def test_a_selection_takes_seven_launches_and_one_read(size: int) -> None:
+    """Nothing but kernels of its own, where a sample fills the memory that they share."""
+    x = Case("normal", size, torch.float32).vector()
+    with on_card():
+        made = Addition(on_gpu(x), on_gpu(x), on_gpu(x), scale=0.5)
+        with launches() as counted:
+            gpu.accumulate_topk(made, 200)
+        assert counted.kernels() <= 7
+        assert counted.torch == ([] if size > 16 * 128 else ["new_zeros"])
+        assert counted.copies == ["read"]
 
 
 def test_no_entry_of_the_sum_that_is_not_finite_is_missed() -> None:
@@ -208,6 +224,8 @@ def test_places_beyond_2_to_the_31st(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
     for module in (gpu, _compact, _radix, _sum):
         monkeypatch.setattr(module, "launch", launch_few)
+    for module in (_compact, _sum, _work):
+        monkeypatch.setattr(module, "GROUP", 128)
     monkeypatch.setattr(
         Tensor, "new_empty", lambda x, *shape, dtype=None, **_: untouched(shape, dtype or x.dtype)
     )

@@ -22,6 +22,16 @@ def magnitude_bits(x):
 
 
 @triton.jit
+def is_infinite(bits):
+    """Return whether bits of magnitudes of float32 or float64 are those of Inf or NaN."""
+    if bits.dtype == tl.int64:
+        infinite = bits >= 0x7FF0000000000000
+    else:
+        infinite = bits >= 0x7F800000
+    return infinite
+
+
+@triton.jit
 def widened(x):
     """Return numbers of 16 bits as float32, others unchanged."""
     if x.dtype.primitive_bitwidth == 16:

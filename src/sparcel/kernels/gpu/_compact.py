@@ -1,50 +1,43 @@
 """Compaction: the entries of a vector whose magnitudes pass, in the order of their places.
 
-It takes two kernels. `mark` reads the vector and writes a bit an entry, and how many pass of each
-span. `emit` reads the bits alone and fetches the entries that passed, so the vector is read once.
+It takes two kernels. One reads the vector and marks: it writes a bit an entry, and how many pass of
+each span and group of spans. `emit` reads the bits alone and fetches the entries that passed, so
+the vector is read once. `_sum` marks what passes a threshold, `mark_largest` what is selected.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparcel.kernels.gpu._bits import magnitude_bits
+from sparcel.kernels.gpu._bits import bits_width, magnitude_bits
 from sparcel.kernels.gpu._launch import launch
+from sparcel.kernels.gpu._radix import add_counts, count_field, way_to
+from sparcel.kernels.gpu._work import (
+    AT_HISTOGRAMS,
+    AT_PASSED,
+    AT_ROOM,
+    AT_SELECTED,
+    AT_TIED,
+    EQUAL,
+    FIELD,
+    GROUP,
+    LARGER,
+    LENGTH,
+    PASSING,
+    SPAN,
+    add_span,
+    before_span,
+    groups_at,
+    levels_of,
+    spans_of,
+)
 
-SPAN = 8192
-"""Entries of a vector that one program marks or emits."""
 _TILE = 4096
 ROWS = _TILE // 32
-
-FAULT, ABOVE, TIES, FIRST, ROOM, EMITTED = range(6)
-"""What a `rule` holds, and what `emit` adds to it."""
-AT_ABOVE, AT_TIES = tl.constexpr(ABOVE), tl.constexpr(TIES)
-AT_FIRST, AT_ROOM, AT_EMITTED = tl.constexpr(FIRST), tl.constexpr(ROOM), tl.constexpr(EMITTED)
-"""The same, for kernels; the fault is at the beginning."""
-RULE_LENGTH = 8
-
-
-class Marks(NamedTuple):
-    """Which entries of a vector pass a rule.
-
-    Attributes
-    ----------
-    above, ties
-        A bit an entry, int32 ``[spans * SPAN / 32]``: those that pass, and those of which a number
-        passes. ``ties`` is None where there are none.
-    above_before, ties_before
-        int64 ``[spans]``: how many of them there are up to the end of each span.
-    """
-
-    above: Tensor
-    above_before: Tensor
-    ties: Tensor | None = None
-    ties_before: Tensor | None = None
+_WORDS = SPAN // 32
 
 
 @triton.jit
@@ -79,41 +72,37 @@ def mark_tile(bits, above_all, ties_above, word, above, ties, TIES: tl.constexpr
     return count, tied
 
 
-@triton.jit
-def _mark_span(
-    x, size, rule, span, above, ties,
-    TIES: tl.constexpr, WHOLE: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr,
+@triton.jit(do_not_specialize=["size", "k"])
+def _mark_largest(
+    x, size, work, k, marks,
+    LIMITED: tl.constexpr, LEVELS: tl.constexpr, WIDTH: tl.constexpr, FIELD: tl.constexpr,
+    SPAN: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
+    """Mark what is larger than the k-th largest, and what equals it."""
+    span = tl.program_id(0).to(tl.int64)
+    kth, room = way_to(work, size, k, LEVELS, LIMITED, WIDTH, FIELD)
+    if span == 0:
+        tl.store(work + AT_SELECTED + AT_ROOM, room)
+    stop = size.to(tl.int64)
+    if LIMITED:
+        stop = tl.minimum(tl.load(work + AT_PASSED), stop)
+    spans = tl.num_programs(0).to(tl.int64)
+    words = spans * (SPAN // 32)
     count, tied = 0, 0
     for tile in range(SPAN // (ROWS * 32)):
         row = tile * ROWS + tl.arange(0, ROWS)
         place = span * SPAN + row[:, None] * 32 + tl.arange(0, 32)[None, :]
-        bits = magnitude_bits(load_inside(x, place, size, WHOLE))
-        above_all = tl.load(rule + AT_ABOVE).to(bits.dtype)
-        ties_above = tl.load(rule + AT_TIES).to(bits.dtype)
+        bits = magnitude_bits(load_inside(x, place, stop, False))
+        all_above = kth.to(bits.dtype)
         found, equal = mark_tile(
-            bits, above_all, ties_above, span * (SPAN // 32) + row, above, ties, TIES
+            bits, all_above, all_above - 1, span * (SPAN // 32) + row, marks, marks + words, True
         )
         count += found
         tied += equal
-    return count, tied
-
-
-@triton.jit
-def _mark(
-    x, size, limit, rule, above, ties, above_counts, ties_counts,
-    TIES: tl.constexpr, LIMITED: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    span = tl.program_id(0).to(tl.int64)
-    if LIMITED:  # the vector ends where the GPU says
-        size = tl.minimum(tl.load(limit), size)
-    if (span + 1) * SPAN <= size:
-        count, tied = _mark_span(x, size, rule, span, above, ties, TIES, True, SPAN, ROWS)
-    else:
-        count, tied = _mark_span(x, size, rule, span, above, ties, TIES, False, SPAN, ROWS // 4)
-    tl.store(above_counts + span, count)
-    if TIES:
-        tl.store(ties_counts + span, tied)
+    groups = groups_at(work, WIDTH, FIELD)
+    counts = marks + 2 * words
+    add_span(groups, LARGER, work + AT_SELECTED + AT_PASSED, counts, span, count, GROUP)
+    add_span(groups, EQUAL, work + AT_SELECTED + AT_TIED, counts + spans, span, tied, GROUP)
 
 
 @triton.jit
@@ -131,49 +120,45 @@ def _lowest(word):
     return _ones((word & (-word)) - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def _emit(
-    x, names, above, ties, above_before, ties_before, rule, spans, capacity, cleared,
-    indices, values,
-    TIES: tl.constexpr, NAMED: tl.constexpr, CLEAR: tl.constexpr, SPAN: tl.constexpr,
-    WORDS: tl.constexpr,
+    x, names, work, marks, capacity, cleared, indices, values,
+    SELECTED: tl.constexpr, NAMED: tl.constexpr, CLEAR: tl.constexpr, COUNTED: tl.constexpr,
+    WIDTH: tl.constexpr, FIELD: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Let each lane take the entries of one word, lowest first."""
     span = tl.program_id(0).to(tl.int64)
+    spans = tl.num_programs(0).to(tl.int64)
+    words = spans * WORDS
     word = span * WORDS + tl.arange(0, WORDS)
-    passing = tl.load(above + word)
-    sure = _ones(passing)
-    last = spans - 1
-    start = tl.load(above_before + span - 1, mask=span > 0, other=0)
-    total = tl.load(above_before + last)
-    taken = sure
-    tie_number = sure.to(tl.int64) * 0
-    first, stop = tl.load(rule + AT_FIRST), tl.load(rule + AT_FIRST)
-    if TIES:
-        tied = tl.load(ties + word)
-        stop = first + tl.load(rule + AT_ROOM)
-        before = tl.load(ties_before + span - 1, mask=span > 0, other=0)
+    groups = groups_at(work, WIDTH, FIELD)
+    passing = tl.load(marks + word)
+    taken = _ones(passing)
+    if SELECTED:
+        tied = tl.load(marks + words + word)
+        room = tl.load(work + AT_SELECTED + AT_ROOM)
+        counts = marks + 2 * words
+        before = before_span(groups, EQUAL, counts + spans, span, GROUP)
         there = _ones(tied)
         tie_number = before + tl.cumsum(there, axis=0) - there
-        low = tl.minimum(tl.maximum(tie_number, first), stop)
-        high = tl.minimum(tl.maximum(tie_number + there, first), stop)
-        taken = sure + (high - low).to(tl.int32)
-        start += tl.minimum(tl.maximum(before, first), stop) - first
-        all_ties = tl.load(ties_before + last)
-        total += tl.minimum(tl.maximum(all_ties, first), stop) - first
+        taken += tl.minimum(tl.maximum(room - tie_number, 0), there).to(tl.int32)
+        start = before_span(groups, LARGER, counts, span, GROUP) + tl.minimum(before, room)
         passing = passing | tied
+    else:
+        start = before_span(groups, PASSING, marks + words, span, GROUP)
     slot = start + tl.cumsum(taken, axis=0) - taken
+    found = tl.zeros((LENGTH,), tl.int32)
     for _ in range(tl.max(_ones(passing), axis=0)):
         more = passing != 0
         lane = _lowest(passing) & 31  # of a word without bits it would be 32
         kept = more
-        if TIES:
+        if SELECTED:
             is_tie = more & (((tied >> lane) & 1) != 0)
-            kept = more & ((is_tie == 0) | ((tie_number >= first) & (tie_number < stop)))
+            kept = more & ((is_tie == 0) | (tie_number < room))
             tie_number += is_tie.to(tl.int64)
         kept = kept & (slot < capacity)
         place = word * 32 + lane
-        value = tl.load(x + place, mask=kept)
+        value = tl.load(x + place, mask=kept, other=0.0)
         name = place
         if NAMED:
             name = tl.load(names + place, mask=kept).to(tl.int64)
@@ -181,59 +166,46 @@ def _emit(
         tl.store(values + slot, value, mask=kept)
         if CLEAR:
             tl.store(cleared + name, tl.zeros_like(value), mask=kept)
+        if COUNTED:
+            BITS: tl.constexpr = FIELD if WIDTH > FIELD else WIDTH
+            found += count_field(magnitude_bits(value), kept, WIDTH - BITS, BITS)
         slot += kept.to(tl.int64)
         passing = passing & (passing - 1)
-    if span == 0:
-        tl.store(rule + AT_EMITTED, total)
+    if COUNTED:
+        add_counts(work + AT_HISTOGRAMS, found)
 
 
-def spans_of(size: int) -> int:
-    """Return how many spans a vector has."""
-    return -(-size // SPAN)
+def marks_for(x: Tensor, kinds: int) -> Tensor:
+    """Return memory for a bit an entry, for each kind, and then for the counts of spans."""
+    return x.new_empty(kinds * spans_of(x.numel()) * (_WORDS + 1), dtype=torch.int32)
 
 
-def words_for(x: Tensor, size: int) -> Tensor:
-    """Return memory for a bit an entry, which `mark` fills whole."""
-    return x.new_empty(spans_of(size) * SPAN // 32, dtype=torch.int32)
+def mark_largest(x: Tensor, k: int, work: Tensor, limited: bool) -> Tensor:
+    """Mark the k largest of a vector, and what equals the k-th largest; return the marks.
 
-
-def mark(x: Tensor, rule: Tensor, limit: Tensor | None = None, ties: bool = True) -> Marks:
-    """Find which entries of ``x`` pass ``rule``.
-
-    Parameters
-    ----------
-    rule
-        int64 ``[RULE_LENGTH]``. Entries whose magnitude has more than the bits ``rule[ABOVE]``
-        pass. The others with more than ``rule[TIES]`` are numbered in the order of their places;
-        those with the numbers ``[rule[FIRST], rule[FIRST] + rule[ROOM])`` pass.
-    limit
-        int64 ``[]``; entries from there on do not count.
-    ties
-        Whether there are any of the latter.
+    `find_kth`, with the same arguments, comes before.
     """
-    spans = spans_of(x.numel())
-    above = words_for(x, x.numel())
-    tied = words_for(x, x.numel()) if ties else above
-    counts = rule.new_empty(1 + ties, spans)
+    marks = marks_for(x, 2)
     launch(
-        _mark, spans, x, x.numel(), rule if limit is None else limit, rule, above, tied,
-        counts[0], counts[-1],
-        TIES=ties, LIMITED=limit is not None, SPAN=SPAN, ROWS=ROWS,
+        _mark_largest, spans_of(x.numel()), x, x.numel(), work, k, marks,
+        LIMITED=limited, LEVELS=levels_of(x.dtype), WIDTH=bits_width(x.dtype), FIELD=FIELD,
+        SPAN=SPAN, ROWS=ROWS, GROUP=GROUP,
     )  # fmt: skip
-    before = counts.cumsum(dim=1)
-    return Marks(above, before[0], tied, before[1]) if ties else Marks(above, before[0])
+    return marks
 
 
 def emit(
     x: Tensor,
-    marks: Marks,
-    rule: Tensor,
+    marks: Tensor,
+    work: Tensor,
     capacity: int,
     index_dtype: torch.dtype,
     names: Tensor | None = None,
     cleared: Tensor | None = None,
+    selected: bool = False,
+    counted: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the indices and values of marked entries; ``rule[EMITTED]`` becomes their number.
+    """Return the indices and values of marked entries.
 
     Parameters
     ----------
@@ -243,16 +215,16 @@ def emit(
         The index of each entry; None for its place.
     cleared
         A vector that is set to 0 at the indices.
+    selected
+        Whether `mark_largest` made the marks; otherwise they tell what passes a threshold.
+    counted
+        Whether `find_kth` will look for the k-th largest of the values.
     """
-    indices = x.new_empty(capacity, dtype=index_dtype)
-    values = x.new_empty(capacity)
-    ties = marks.ties is not None
+    indices, values = x.new_empty(capacity, dtype=index_dtype), x.new_empty(capacity)
     launch(
-        _emit, spans_of(x.numel()), x, indices if names is None else names, marks.above,
-        marks.ties if ties else marks.above, marks.above_before,
-        marks.ties_before if ties else marks.above_before, rule, spans_of(x.numel()), capacity,
+        _emit, spans_of(x.numel()), x, indices if names is None else names, work, marks, capacity,
         values if cleared is None else cleared, indices, values,
-        TIES=ties, NAMED=names is not None, CLEAR=cleared is not None, SPAN=SPAN,
-        WORDS=SPAN // 32,
+        SELECTED=selected, NAMED=names is not None, CLEAR=cleared is not None, COUNTED=counted,
+        WIDTH=bits_width(x.dtype), FIELD=FIELD, WORDS=_WORDS, GROUP=GROUP,
     )  # fmt: skip
     return indices, values

@@ -1,23 +1,28 @@
-"""Radix select: the k-th largest magnitude of a vector, from histograms of its bits."""
+"""Radix select: the k-th largest magnitude of a vector, from histograms of its bits.
+
+Each level counts one field of the bits, of the magnitudes whose upper bits are those of the k-th
+largest. No launch stands between two levels: every program of the next one reads off the histogram
+of the last where the k-th largest is.
+"""
 
 from __future__ import annotations
 
-from itertools import accumulate
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sparcel.kernels.gpu._bits import bits_width, magnitude_bits
-from sparcel.kernels.gpu._compact import AT_ABOVE, AT_ROOM, AT_TIES, RULE_LENGTH
 from sparcel.kernels.gpu._launch import launch
+from sparcel.kernels.gpu._work import (
+    AT_ABOVE,
+    AT_HISTOGRAMS,
+    AT_PASSED,
+    AT_PATH,
+    FIELD,
+    LENGTH,
+    levels_of,
+)
 
-FIELD = 11
-BINS = 1 << FIELD
-"""The most bits that a histogram tells apart, and its length."""
-LENGTH = tl.constexpr(BINS)
-"""The same, for kernels."""
 TILE = 1024
 _MANY = 1 << 20
 """From so many entries on, a program counts several tiles before it adds to the common counts."""
@@ -53,82 +58,74 @@ def descend(counts, needed, field):
     return place.to(tl.int64), needed - larger
 
 
-@triton.jit(do_not_specialize=["level", "before", "field", "shift", "k"])
-def _count_level(
-    x, size, limit, threshold, path, histograms, k, level, before, field, shift,
-    LIMITED: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
+@triton.jit
+def way_to(
+    work, size, k,
+    LEVEL: tl.constexpr, LIMITED: tl.constexpr, WIDTH: tl.constexpr, FIELD: tl.constexpr,
 ):  # fmt: skip
-    """Count one field, of the magnitudes whose upper bits are those of the k-th largest.
+    """Return the upper bits of the k-th largest before a level, and how many with these are needed.
 
-    ``path`` holds the upper bits and how many are needed, before each level; ``before`` is the
-    field of the level before this one.
+    If ``LIMITED``, there is memory for ``size`` candidates. None is needed if more than that passed
+    the threshold, or fewer than ``k``, unless these are all that is not 0.
     """
+    upper = tl.full([], 0, tl.int64)
+    if LEVEL < 2:
+        needed = upper + k
+        if LIMITED:
+            passed = tl.load(work + AT_PASSED)
+            fit = (passed <= size) & ((passed >= k) | (tl.load(work + AT_ABOVE) == 0))
+            needed = tl.where(fit, needed, 0)
+    else:
+        upper = tl.load(work + AT_PATH + 2 * (LEVEL - 1))
+        needed = tl.load(work + AT_PATH + 2 * (LEVEL - 1) + 1)
+    if LEVEL > 0:
+        LEFT: tl.constexpr = WIDTH - (LEVEL - 1) * FIELD
+        BITS: tl.constexpr = FIELD if LEFT > FIELD else LEFT
+        place, needed = descend(work + AT_HISTOGRAMS + (LEVEL - 1) * LENGTH, needed, BITS)
+        upper = (upper << BITS) | place
+    return upper, needed
+
+
+@triton.jit(do_not_specialize=["size", "k"])
+def _count_level(
+    x, size, work, k,
+    LEVEL: tl.constexpr, LIMITED: tl.constexpr, PARTS: tl.constexpr,
+    WIDTH: tl.constexpr, FIELD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
-    needed = k.to(tl.int64)
-    if LIMITED:
-        passed = tl.load(limit)
-        # If all nonzeros passed, fewer than k are all that there are.
-        fit = (passed <= size) & ((passed >= k) | (tl.load(threshold) == 0))
-        needed = tl.where(fit, needed, 0)
-        size = tl.minimum(passed, size)
-    prefix = needed * 0
-    if level > 0:
-        place, needed = descend(
-            histograms + (level - 1) * LENGTH, tl.load(path + 2 * level - 1), before
-        )
-        prefix = (tl.load(path + 2 * level - 2) << before) | place
+    upper, needed = way_to(work, size, k, LEVEL, LIMITED, WIDTH, FIELD)
     if program == 0:
-        tl.store(path + 2 * level, prefix)
-        tl.store(path + 2 * level + 1, needed)
+        tl.store(work + AT_PATH + 2 * LEVEL, upper)
+        tl.store(work + AT_PATH + 2 * LEVEL + 1, needed)
+    stop = size.to(tl.int64)
+    if LIMITED:
+        stop = tl.minimum(tl.load(work + AT_PASSED), stop)
+    LEFT: tl.constexpr = WIDTH - LEVEL * FIELD
+    BITS: tl.constexpr = FIELD if LEFT > FIELD else LEFT
     found = tl.zeros((LENGTH,), tl.int32)
     for part in range(PARTS):
         place = (program * PARTS + part) * TILE + tl.arange(0, TILE)
-        bits = magnitude_bits(tl.load(x + place, mask=place < size, other=0.0))
-        # There are no bits above the first field.
-        counted = (bits != 0) & ((bits >> (shift + field)) == prefix)
-        found += count_field(bits, counted, shift, field)
-    add_counts(histograms + level * LENGTH, found)
+        bits = magnitude_bits(tl.load(x + place, mask=place < stop, other=0.0))
+        counted = (bits != 0) & ((bits >> LEFT) == upper)  # there are no bits above the first field
+        found += count_field(bits, counted, LEFT - BITS, BITS)
+    add_counts(work + AT_HISTOGRAMS + LEVEL * LENGTH, found)
 
 
-@triton.jit(do_not_specialize=["level", "field"])
-def _conclude(path, histograms, rule, level, field):
-    """Write the rule by which the k largest pass."""
-    above = tl.load(path + 2 * level)
-    place, needed = descend(histograms + level * LENGTH, tl.load(path + 2 * level + 1), field)
-    kth = (above << field) | place
-    tl.store(rule + AT_ABOVE, kth)
-    tl.store(rule + AT_TIES, kth - 1)
-    tl.store(rule + AT_ROOM, needed)
-
-
-def write_rule(
-    x: Tensor, k: int, rule: Tensor, passed: tuple[Tensor, Tensor] | None = None
-) -> None:
-    """Let ``rule`` pass the min(k, nonzeros) largest of a vector, ties by lowest index.
+def find_kth(x: Tensor, k: int, work: Tensor, limited: bool) -> None:
+    """Write the histograms that lead to the k-th largest magnitude, or to the smallest nonzero one.
 
     Parameters
     ----------
-    k
-        At least 0.
-    passed
-        int64 ``[]`` both: how many entries ``x`` has, those that passed a threshold, and the bits
-        above which they did. If these are fewer than ``k`` and the threshold was not 0, or more
-        than there is memory for, nothing passes.
+    limited
+        Whether ``x`` is memory for candidates, of which the first field has been counted.
     """
-    assert rule.numel() == RULE_LENGTH
-    width = bits_width(x.dtype)
-    fields = [min(FIELD, width - start) for start in range(0, width, FIELD)]
-    shifts = [width - end for end in accumulate(fields)]
-    path = x.new_zeros(2 * len(fields) + len(fields) * BINS, dtype=torch.int64)
-    histograms = path[2 * len(fields) :]
     programs, parts = parted(x.numel())
-    for level, (field, shift) in enumerate(zip(fields, shifts, strict=True)):
+    for level in range(limited, levels_of(x.dtype)):
         launch(
-            _count_level, programs, x, x.numel(), *(passed or (rule, rule)), path,
-            histograms, k, level, fields[level - 1], field, shift,
-            LIMITED=passed is not None, PARTS=parts, TILE=TILE,
+            _count_level, programs, x, x.numel(), work, k,
+            LEVEL=level, LIMITED=limited, PARTS=parts, WIDTH=bits_width(x.dtype), FIELD=FIELD,
+            TILE=TILE,
         )  # fmt: skip
-    launch(_conclude, 1, path, histograms, rule, len(fields) - 1, fields[-1])
 
 
 def parted(size: int) -> tuple[int, int]:

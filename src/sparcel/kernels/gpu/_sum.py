@@ -2,67 +2,77 @@
 
 from __future__ import annotations
 
-import math
+import struct
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparcel import device
 from sparcel.kernels.addition import Addition
-from sparcel.kernels.gpu._bits import bits_of, bits_width, magnitude_bits
-from sparcel.kernels.gpu._compact import (
-    AT_ABOVE,
-    ROWS,
-    SPAN,
-    Marks,
-    load_inside,
-    mark_tile,
-    spans_of,
-    words_for,
-)
+from sparcel.kernels.gpu._bits import bits_width, is_infinite, magnitude_bits
+from sparcel.kernels.gpu._compact import ROWS, load_inside, mark_tile, marks_for
 from sparcel.kernels.gpu._launch import launch
-from sparcel.kernels.gpu._radix import FIELD
+from sparcel.kernels.gpu._work import (
+    AT_ABOVE,
+    AT_FAULT,
+    AT_PASSED,
+    AT_SELECTED,
+    FIELD,
+    GROUP,
+    PASSING,
+    SPAN,
+    add_span,
+    groups_at,
+    spans_of,
+)
 
 
 class Sum(NamedTuple):
     """What kernels need in order to compute an addition.
 
-    ``factors`` holds the scale and the momentum. ``parts`` tells which vectors there are.
+    ``scale`` and ``momentum`` are the bits of float64, since Triton takes numbers as float32.
+    ``parts`` tells which vectors there are.
     """
 
     memory: Tensor
     gradient: Tensor
     velocity: Tensor
-    factors: Tensor
+    scale: int
+    momentum: int
     parts: dict[str, bool]
+
+
+_FACTORS = ["size", "scale", "momentum"]
 
 
 def sum_of(addition: Addition) -> Sum:
     memory, velocity = addition.memory, addition.velocity
-    scaled = addition.scale != 1
-    factors = memory
-    if scaled or velocity is not None:
-        numbers = [addition.scale, addition.momentum]
-        factors = device.put(numbers, memory.device, memory.dtype)
+    scale, momentum = struct.unpack("2q", struct.pack("2d", addition.scale, addition.momentum))
     return Sum(
         memory,
         addition.gradient.detach(),
         memory if velocity is None else velocity,
-        factors,
-        {"ADDED": True, "SCALED": scaled, "MOVING": velocity is not None},
+        scale,
+        momentum,
+        {"ADDED": True, "SCALED": addition.scale != 1, "MOVING": velocity is not None},
     )
 
 
 def vector_alone(x: Tensor) -> Sum:
     """Return the sum that is ``x`` itself."""
-    return Sum(x, x, x, x, {"ADDED": False, "SCALED": False, "MOVING": False})
+    return Sum(x, x, x, 0, 0, {"ADDED": False, "SCALED": False, "MOVING": False})
+
+
+@triton.jit
+def _factor(bits, dtype: tl.constexpr):
+    """Return a number of the host in the dtype of the memory."""
+    return bits.to(tl.int64).to(tl.float64, bitcast=True).to(dtype)
 
 
 @triton.jit
 def _sum_at(
-    memory, gradient, velocity, factors, place, size, WHOLE: tl.constexpr,
+    memory, gradient, velocity, scale, momentum, place, size, WHOLE: tl.constexpr,
     ADDED: tl.constexpr, SCALED: tl.constexpr, MOVING: tl.constexpr,
 ):  # fmt: skip
     """Return what enters the memory, and the sum."""
@@ -71,10 +81,10 @@ def _sum_at(
     if ADDED:
         entering = load_inside(gradient, place, size, WHOLE).to(total.dtype)
         if SCALED:
-            entering = entering * tl.load(factors)
+            entering = entering * _factor(scale, total.dtype)
         if MOVING:
             moving = load_inside(velocity, place, size, WHOLE)
-            entering = entering + moving * tl.load(factors + 1)
+            entering = entering + moving * _factor(momentum, total.dtype)
         total = entering + total
     return entering, total
 
@@ -91,35 +101,57 @@ def _nth(bits, counted, shift, nth, FIELD: tl.constexpr):
 
 
 @triton.jit
-def _find_threshold(
-    memory, gradient, velocity, factors, size, rule, rank,
+def _threshold(
+    memory, gradient, velocity, scale, momentum, size, rank,
     ADDED: tl.constexpr, SCALED: tl.constexpr, MOVING: tl.constexpr,
     FIELD: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, NEXT: tl.constexpr,
     SAMPLES: tl.constexpr,
 ):  # fmt: skip
-    """Let pass what reaches the upper bits of the magnitude of that rank in the sample."""
+    """Return the upper bits of the magnitude of that rank in a sample."""
     number = tl.arange(0, SAMPLES)
     stride = size // SAMPLES
     # A sample at equal distances would see one column of a matrix.
     offset = ((number * 40503) & 0xFFFF).to(tl.int64) * stride >> 16
     place = number.to(tl.int64) * stride + offset
     _, total = _sum_at(
-        memory, gradient, velocity, factors, place, size, False, ADDED, SCALED, MOVING
+        memory, gradient, velocity, scale, momentum, place, size, False, ADDED, SCALED, MOVING
     )
     bits = magnitude_bits(total)
     upper, larger = _nth(bits, bits >= 0, FIRST, rank, FIELD)
     same = ((bits >> FIRST) & ((1 << FIELD) - 1)) == upper
     lower, _ = _nth(bits, same, SECOND, rank - larger, NEXT)
-    threshold = ((upper.to(tl.int64) << NEXT) | lower.to(tl.int64)) << SECOND
-    tl.store(rule + AT_ABOVE, tl.maximum(threshold - 1, 0))
+    return ((upper.to(tl.int64) << NEXT) | lower.to(tl.int64)) << SECOND
 
 
-def sample(sum: Sum, rule: Tensor, samples: int, rank: int) -> None:
-    """Write the threshold that a sample gives to ``rule``."""
+@triton.jit(do_not_specialize=[*_FACTORS, "length", "rank"])
+def _begin(
+    memory, gradient, velocity, scale, momentum, size, work, length, rank,
+    ADDED: tl.constexpr, SCALED: tl.constexpr, MOVING: tl.constexpr,
+    FIELD: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, NEXT: tl.constexpr,
+    SAMPLES: tl.constexpr,
+):  # fmt: skip
+    """Let pass what reaches a threshold; all else in the memory of the selection becomes 0."""
+    program = tl.program_id(0).to(tl.int64)
+    if program == 0:
+        threshold = _threshold(
+            memory, gradient, velocity, scale, momentum, size, rank, ADDED, SCALED, MOVING,
+            FIELD, FIRST, SECOND, NEXT, SAMPLES,
+        )  # fmt: skip
+        field = tl.arange(0, AT_SELECTED)
+        rule = tl.where(field == AT_ABOVE, tl.maximum(threshold - 1, 0), 0)
+        tl.store(work + field, rule)
+    else:
+        place = AT_SELECTED + (program - 1) * SAMPLES + tl.arange(0, SAMPLES)
+        tl.store(work + place, tl.zeros((SAMPLES,), tl.int64), mask=place < length)
+
+
+def sample(sum: Sum, work: Tensor, samples: int, rank: int) -> None:
+    """Fill ``work`` with zeros, and write the threshold that a sample gives."""
     first = bits_width(sum.memory.dtype) - FIELD
     second = max(0, first - FIELD)
     launch(
-        _find_threshold, 1, *sum[:4], sum.memory.numel(), rule, rank, **sum.parts,
+        _begin, 1 + triton.cdiv(work.numel(), samples), *sum[:5], sum.memory.numel(), work,
+        work.numel(), rank, **sum.parts,
         FIELD=FIELD, FIRST=first, SECOND=second, NEXT=first - second, SAMPLES=samples,
         num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
@@ -135,69 +167,83 @@ def _store_inside(x, place, value, size, WHOLE: tl.constexpr):
 
 @triton.jit
 def _add_span(
-    memory, gradient, velocity, factors, scratch, entering_to, size, infinite, rule, above, span,
+    memory, gradient, velocity, scale, momentum, scratch, entering_to, size, work, above, span,
     WHOLE: tl.constexpr, ADDED: tl.constexpr, SCALED: tl.constexpr, MOVING: tl.constexpr,
     KEPT: tl.constexpr, CLEAR: tl.constexpr, MARK: tl.constexpr,
     SPAN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Add a span, and return how many of its entries pass the rule."""
+    """Add a span, and return how many of its entries pass the threshold."""
     count = 0
     for tile in range(SPAN // (ROWS * 32)):
         row = tile * ROWS + tl.arange(0, ROWS)
         place = span * SPAN + row[:, None] * 32 + tl.arange(0, 32)[None, :]
         entering, total = _sum_at(
-            memory, gradient, velocity, factors, place, size, WHOLE, ADDED, SCALED, MOVING
+            memory, gradient, velocity, scale, momentum, place, size, WHOLE, ADDED, SCALED, MOVING
         )
-        _store_inside(scratch, place, total, size, WHOLE)
+        bits = magnitude_bits(total)
+        if ADDED:
+            _store_inside(scratch, place, total, size, WHOLE)
+            peak = tl.max(tl.max(bits, axis=1), axis=0)
+            tl.atomic_max(work + AT_FAULT, 1, mask=is_infinite(peak), sem="relaxed")
         if KEPT:
             _store_inside(entering_to, place, entering, size, WHOLE)
         if CLEAR:
             zero = tl.zeros_like(total).to(gradient.dtype.element_ty)
             _store_inside(gradient, place, zero, size, WHOLE)
-        bits = magnitude_bits(total)
-        peak = tl.max(tl.max(bits, axis=1), axis=0)
-        tl.atomic_max(rule, 1, mask=peak >= infinite, sem="relaxed")
         if MARK:
-            above_all = tl.load(rule + AT_ABOVE).to(bits.dtype)
+            above_all = tl.load(work + AT_ABOVE).to(bits.dtype)
             word = span * (SPAN // 32) + row
             found, _ = mark_tile(bits, above_all, 0, word, above, above, False)
             count += found
     return count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_FACTORS)
 def _add_and_mark(
-    memory, gradient, velocity, factors, scratch, entering_to, size, infinite, rule, above, counts,
+    memory, gradient, velocity, scale, momentum, scratch, entering_to, size, work, marks,
     ADDED: tl.constexpr, SCALED: tl.constexpr, MOVING: tl.constexpr,
     KEPT: tl.constexpr, CLEAR: tl.constexpr, MARK: tl.constexpr,
-    SPAN: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, FIELD: tl.constexpr,
+    SPAN: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     span = tl.program_id(0).to(tl.int64)
     if (span + 1) * SPAN <= size:
         count = _add_span(
-            memory, gradient, velocity, factors, scratch, entering_to, size, infinite, rule, above,
+            memory, gradient, velocity, scale, momentum, scratch, entering_to, size, work, marks,
             span, True, ADDED, SCALED, MOVING, KEPT, CLEAR, MARK, SPAN, ROWS,
         )  # fmt: skip
     else:  # with smaller tiles, since lanes read one entry at a time
         count = _add_span(
-            memory, gradient, velocity, factors, scratch, entering_to, size, infinite, rule, above,
+            memory, gradient, velocity, scale, momentum, scratch, entering_to, size, work, marks,
             span, False, ADDED, SCALED, MOVING, KEPT, CLEAR, MARK, SPAN, ROWS // 4,
         )  # fmt: skip
     if MARK:
-        tl.store(counts + span, count)
+        counts = marks + tl.num_programs(0).to(tl.int64) * (SPAN // 32)
+        groups = groups_at(work, WIDTH, FIELD)
+        add_span(groups, PASSING, work + AT_PASSED, counts, span, count, GROUP)
 
 
-def accumulate(sum: Sum, addition: Addition, rule: Tensor, marking: bool) -> Marks | None:
-    """Add, and mark what passes the rule; ``rule[FAULT]`` becomes 1 if the sum is not finite."""
-    scratch, entering = addition.scratch, addition.entering
+def accumulate(sum: Sum, addition: Addition, work: Tensor, marking: bool) -> Tensor | None:
+    """Add, and mark what passes the threshold; the fault becomes 1 if the sum is not finite."""
+    return _passed(sum, addition.scratch, addition.entering, addition.clear, work, marking)
+
+
+def mark(x: Tensor, work: Tensor) -> Tensor:
+    """Mark what passes the threshold."""
+    marks = _passed(vector_alone(x), x, None, False, work, True)
+    assert marks is not None, "it was told to mark"
+    return marks
+
+
+def _passed(
+    sum: Sum, scratch: Tensor, entering: Tensor | None, clear: bool, work: Tensor, marking: bool
+) -> Tensor | None:
     size = scratch.numel()
-    spans = spans_of(size)
-    above = words_for(scratch, size if marking else 0)
-    counts = rule.new_empty(spans)
+    marks = marks_for(scratch, 1) if marking else None
     launch(
-        _add_and_mark, spans, *sum[:4], scratch, scratch if entering is None else entering,
-        size, bits_of(math.inf, scratch.dtype), rule, above, counts, **sum.parts,
-        KEPT=entering is not None, CLEAR=addition.clear, MARK=marking, SPAN=SPAN, ROWS=ROWS,
-        enable_fp_fusion=False,
+        _add_and_mark, spans_of(size), *sum[:5], scratch, scratch if entering is None else entering,
+        size, work, work if marks is None else marks, **sum.parts,
+        KEPT=entering is not None, CLEAR=clear, MARK=marking, WIDTH=bits_width(scratch.dtype),
+        FIELD=FIELD, SPAN=SPAN, ROWS=ROWS, GROUP=GROUP, enable_fp_fusion=False,
     )  # fmt: skip
-    return Marks(above, counts.cumsum(dim=0)) if marking else None
+    return marks

@@ -21,29 +21,24 @@ from sparcel.kernels.definitions.common import index_dtype
 from sparcel.kernels.definitions.common import magnitude_bits as magnitude_bits_of
 from sparcel.kernels.definitions.select import bracket_of
 from sparcel.kernels.gpu._bits import bits_of, magnitude_bits
-from sparcel.kernels.gpu._compact import (
-    ABOVE,
-    EMITTED,
-    FAULT,
-    RULE_LENGTH,
-    Marks,
-    emit,
-    mark,
-)
+from sparcel.kernels.gpu._compact import emit, mark_largest
 from sparcel.kernels.gpu._launch import launch
-from sparcel.kernels.gpu._radix import (
-    BINS,
-    FIELD,
-    LENGTH,
-    TILE,
-    add_counts,
-    count_field,
-    parted,
-    write_rule,
-)
+from sparcel.kernels.gpu._radix import TILE, add_counts, count_field, find_kth, parted
 from sparcel.kernels.gpu._rows import largest_of_chunks
 from sparcel.kernels.gpu._search import lower_bound
-from sparcel.kernels.gpu._sum import accumulate, sample, sum_of, vector_alone
+from sparcel.kernels.gpu._sum import accumulate, mark, sample, sum_of, vector_alone
+from sparcel.kernels.gpu._work import (
+    ABOVE,
+    BINS,
+    FAULT,
+    FIELD,
+    LENGTH,
+    PASSED,
+    ROOM,
+    RULE_LENGTH,
+    TIED,
+    work_length,
+)
 
 SAMPLES = 1 << 13
 """Coordinates in a sample. Vectors of up to 16 times as many are not sampled."""
@@ -82,7 +77,7 @@ class _Begun(NamedTuple):
 
     indices: Tensor
     values: Tensor
-    rules: Tensor
+    work: Tensor
     plan: _Plan | None
 
     def ended(self) -> tuple[tuple[Tensor, Tensor] | None, bool]:
@@ -90,20 +85,23 @@ class _Begun(NamedTuple):
 
         The former is None if too few or too many passed the threshold.
         """
-        first, second = device.read(self.rules).tolist()
-        passed, taken, finite = first[EMITTED], second[EMITTED], not first[FAULT]
-        enough = passed >= self.values.numel() or first[ABOVE] == 0
+        numbers = device.read(self.work[: 2 * RULE_LENGTH]).tolist()
+        threshold, selected = numbers[:RULE_LENGTH], numbers[RULE_LENGTH:]
+        passed, finite = threshold[PASSED], not threshold[FAULT]
+        taken = selected[PASSED] + min(selected[TIED], selected[ROOM])
+        enough = passed >= self.values.numel() or threshold[ABOVE] == 0
         if self.plan and not (enough and passed <= self.plan.capacity):
             return None, finite
         return (self.indices[:taken], self.values[:taken]), finite
 
 
 def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    rules, plan, marks = _rules(x), _Plan.of(k, x.numel()), None
+    plan, marks = _Plan.of(k, x.numel()), None
+    work = _work(x, plan)
     if plan:
-        sample(vector_alone(x), rules[0], SAMPLES, plan.rank)
-        marks = mark(x, rules[0], ties=False)
-    found, _ = _continue(x, k, rules, plan, marks).ended()
+        sample(vector_alone(x), work, SAMPLES, plan.rank)
+        marks = mark(x, work)
+    found, _ = _continue(x, k, work, plan, marks).ended()
     return found or _from_all(x, k)
 
 
@@ -118,20 +116,22 @@ def topk_chunked(x: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
 def accumulate_topk(
     addition: Addition, k: int, chunk: int | None = None
 ) -> tuple[Tensor, Tensor, bool | Tensor]:
-    scratch, rules, sum = addition.scratch, _rules(addition.scratch), sum_of(addition)
+    scratch, sum = addition.scratch, sum_of(addition)
     if chunk is not None and chunk < scratch.numel() and k:
-        accumulate(sum, addition, rules[0], marking=False)
+        work = _work(scratch)
+        accumulate(sum, addition, work, marking=False)
         indices, values, count = largest_of_chunks(scratch, k, chunk, clear=True)
-        taken, fault = device.read(torch.cat([count, rules[0, FAULT : FAULT + 1]])).tolist()
+        taken, fault = device.read(torch.cat([count, work[FAULT : FAULT + 1]])).tolist()
         return indices[:taken], values[:taken], not fault
     plan = _Plan.of(k, scratch.numel())
+    work = _work(scratch, plan)
     if plan:
-        sample(sum, rules[0], SAMPLES, plan.rank)
-    marks = accumulate(sum, addition, rules[0], marking=plan is not None)
+        sample(sum, work, SAMPLES, plan.rank)
+    marks = accumulate(sum, addition, work, marking=plan is not None)
     if k == 0:
         nothing = scratch.new_empty(0, dtype=index_dtype(scratch.numel()))
-        return nothing, scratch[:0], rules[0, FAULT] == 0
-    begun = _continue(scratch, k, rules, plan, marks, clear=True)
+        return nothing, scratch[:0], work[FAULT] == 0
+    begun = _continue(scratch, k, work, plan, marks, clear=True)
     found, finite = begun.ended()
     if found is None and finite:
         found = _from_all(scratch, k, clear=True)
@@ -139,12 +139,12 @@ def accumulate_topk(
 
 
 def threshold_select(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    rule = _rules(x)[0]
-    rule[ABOVE].fill_(max(bits_of(threshold, x.dtype) - 1, 0))
-    marks = mark(x, rule, ties=False)
+    work = _work(x)
+    work[ABOVE : ABOVE + 1].fill_(max(bits_of(threshold, x.dtype) - 1, 0))
+    marks = mark(x, work)
     # How many pass decides how much memory they take.
-    passed = int(device.read(marks.above_before[-1:].sum()))
-    return emit(x, marks, rule, passed, index_dtype(x.numel()))
+    passed = int(device.read(work[PASSED]))
+    return emit(x, marks, work, passed, index_dtype(x.numel()))
 
 
 def in_bin(values: Tensor, lowest: int, width: int, most: int) -> tuple[int, int, Tensor]:
@@ -180,40 +180,34 @@ def bracket(x: Tensor, thresholds: Tensor, k: int) -> Tensor:
     return bracket_of(counts[: limits.numel()], k)
 
 
-def _rules(x: Tensor) -> Tensor:
-    """Return the rules for what passes the threshold, and for what is selected."""
-    return x.new_zeros(2, RULE_LENGTH, dtype=torch.int64)
+def _work(x: Tensor, plan: _Plan | None = None) -> Tensor:
+    """Return the memory of a selection. A sample will fill it with zeros, where one is planned."""
+    make = x.new_empty if plan else x.new_zeros
+    return make(work_length(x), dtype=torch.int64)
 
 
 def _continue(
-    x: Tensor, k: int, rules: Tensor, plan: _Plan | None, marks: Marks | None, clear: bool = False
+    x: Tensor, k: int, work: Tensor, plan: _Plan | None, marks: Tensor | None, clear: bool = False
 ) -> _Begun:
     """Queue the selection of the k largest of those that passed the threshold, or of all.
 
     With ``clear`` they are set to 0 in ``x``, unless too few or too many passed.
     """
     k, dtype = min(k, x.numel()), index_dtype(x.numel())
-    names, candidates, limit, passed = None, x, None, None
-    if plan and marks:
-        names, candidates = emit(x, marks, rules[0], plan.capacity, dtype)
-        limit = rules[0, EMITTED]
-        passed = limit, rules[0, ABOVE]
-    write_rule(candidates, k, rules[1], passed)
-    chosen = emit(
-        candidates,
-        mark(candidates, rules[1], limit),
-        rules[1],
-        k,
-        dtype,
-        names=names,
-        cleared=x if clear else None,
-    )
-    return _Begun(*chosen, rules, plan)
+    names, candidates = None, x
+    if plan and marks is not None:
+        names, candidates = emit(x, marks, work, plan.capacity, dtype, counted=True)
+    limited = plan is not None
+    find_kth(candidates, k, work, limited)
+    marks = mark_largest(candidates, k, work, limited)
+    cleared = x if clear else None
+    chosen = emit(candidates, marks, work, k, dtype, names, cleared, selected=True)
+    return _Begun(*chosen, work, plan)
 
 
 def _from_all(x: Tensor, k: int, clear: bool = False) -> tuple[Tensor, Tensor]:
     """Return the k largest of a vector without a sample, which may have misled."""
-    found, _ = _continue(x, k, _rules(x), None, None, clear).ended()
+    found, _ = _continue(x, k, _work(x), None, None, clear).ended()
     assert found is not None, "without a threshold nothing misleads"
     return found
 
