@@ -380,7 +380,9 @@ WRITTEN = SparseStream.unchecked(None, torch.empty(0, device="cpu"), 0)
 
 def all_of(flags: Sequence[bool | Tensor]) -> bool | Tensor:
     """Return whether all flags are true, on the device where one of them is."""
-    return fold(and_, flags, True)
+    there = [flag for flag in flags if isinstance(flag, Tensor)]
+    here = all(flag for flag in flags if not isinstance(flag, Tensor))
+    return fold(and_, there) if here and there else here
 
 
 def dense_from(size: int, value_bytes: int) -> int:

@@ -11,7 +11,8 @@ from sparcel import SparseStream, _cpu, formats
 from sparcel.errors import FormatError, InputError, MismatchError
 from sparcel.formats import RAW, FewBits, Format, Lengths
 from sparcel.formats.header import ALIGNMENT, HEADER_BYTES, Header
-from sparcel.formats.message import message_by_torch
+from sparcel.formats.message import message_of
+from sparcel.kernels.definitions.packing import join_message
 from tests.kernels.test_packing import lists_of_indices
 from tests.strategies import (
     DTYPES,
@@ -149,9 +150,10 @@ def test_any_stride_is_encoded(count, width):
 def test_other_devices_join_the_same_message(stream):
     message = encode(stream)
     parts = [part for part in (stream.values, stream.indices) if part is not None]
-    header, payload = message_by_torch(Header.parse(message), parts)
-    assert torch.equal(torch.cat([header, payload]), message)
-    assert same_stream(formats.decode([header, payload]), stream)
+    (joined,) = join_message(parts, Header.parse(message).pack())
+    assert torch.equal(joined, message)
+    apart = [joined[:HEADER_BYTES], joined[HEADER_BYTES:]]
+    assert same_stream(formats.decode(apart), stream)
 
 
 def test_indices_of_another_dtype_are_not_sent():
@@ -220,8 +222,9 @@ def test_finite_may_be_a_tensor_until_the_header_is_parsed(finite):
     stream = make_stream([1, 4], 0, 30)
     plain = Header.parse(encode(stream))._replace(finite=finite)
     header = plain._replace(finite=torch.tensor(finite))
-    assert header.control().tolist() == list(plain.pack())
-    assert Header.parse(header.control()) == plain
+    (message,) = message_of(header, [stream.values, stream.indices])
+    assert message[:HEADER_BYTES].tolist() == list(plain.pack())
+    assert Header.parse(message) == plain
 
 
 def test_decoding_makes_views():
@@ -333,7 +336,7 @@ def forged(format=RAW, **changes):
     message = encode(BASE, format)
     header = Header.parse(message)
     message = torch.cat((message, torch.zeros(1000, dtype=torch.uint8)))
-    message[:HEADER_BYTES] = header._replace(**changes).control()
+    message[:HEADER_BYTES] = torch.tensor(list(header._replace(**changes).pack()))
     return message
 
 

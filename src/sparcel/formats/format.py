@@ -20,7 +20,7 @@ from sparcel.formats.indices import INDEX_CODES, IndexCode
 from sparcel.formats.message import Expected, Message, message_of, payload_of
 from sparcel.formats.values import PLAIN, VALUES_BY_NAME, ValueCode, value_code
 from sparcel.ops import Op
-from sparcel.stream import SparseStream
+from sparcel.stream import SparseStream, all_of
 from sparcel.stream import dense_from as dense_in_memory_from
 
 
@@ -163,7 +163,7 @@ class Format:
         parts, values = code.encode(stream.values.contiguous(), key)
         held = stream
         if code.loses:
-            finite = stream.finite & finite_flag(values)
+            finite = all_of([stream.finite, finite_flag(values)])
             held = SparseStream.unchecked(stream.indices, values, stream.size, finite)
         parts = list(parts)
         if stream.indices is not None:

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from sparcel import device
 from sparcel.errors import FormatError, InputError
+from sparcel.kernels import WORD
 
 _LAYOUT = struct.Struct("<4sBBBBIIQQQ")
 _MAGIC = b"SPCL"
 _VERSION = 3
 _DENSE, _NON_FINITE, _ROWS = 1, 2, 8
-_FLAGS_AT = 7
+VOID = _NON_FINITE << 56
+"""What the first 8 bytes of a header have as well, as an integer, if its stream is not finite."""
 _DTYPES = {
     0: torch.float16,
     1: torch.bfloat16,
@@ -32,7 +34,7 @@ _LARGEST_SIZE = 2**63 - 1  # indices are int64
 _WIDEST = 2**32 - 1
 
 HEADER_BYTES = _LAYOUT.size
-ALIGNMENT = 8
+ALIGNMENT = WORD
 """Every part of a message is padded to a multiple of this, so that parts can be viewed in place."""
 
 
@@ -119,14 +121,6 @@ class Header(NamedTuple):
             self.nnz,
             self.length,
         )
-
-    def control(self) -> Tensor:
-        """Return the header's bytes as a tensor, on the host, or on the device of ``finite``."""
-        if not isinstance(self.finite, Tensor):
-            return torch.frombuffer(bytearray(self.pack()), dtype=torch.uint8)
-        control = device.put(self._replace(finite=True).control(), self.finite.device, torch.uint8)
-        control[_FLAGS_AT] += _NON_FINITE * ~self.finite
-        return control
 
     @classmethod
     def parse(cls, control: Tensor) -> Self:

@@ -13,12 +13,11 @@ from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # it is documented
 
-from sparcel import _cpu
+from sparcel import kernels
 from sparcel.device import put
 from sparcel.errors import FormatError
-from sparcel.formats.header import HEADER_BYTES, Header, padded
+from sparcel.formats.header import HEADER_BYTES, VOID, Header
 from sparcel.stream import SparseStream
 
 
@@ -66,20 +65,10 @@ Message: TypeAlias = Sequence[Tensor]
 
 def message_of(header: Header, parts: Sequence[Tensor]) -> Message:
     """Return the message of a header and the payload's contiguous parts, each padded."""
-    if parts[0].is_cpu:
-        return (_cpu.join_message(header.pack(), [to_dlpack(part) for part in parts]),)
-    return message_by_torch(header, parts)
-
-
-def message_by_torch(header: Header, parts: Sequence[Tensor]) -> Message:
-    """Return what `message_of` returns, on any device, in two tensors; the host reads nothing."""
-    payload = torch.zeros(header.payload_bytes, dtype=torch.uint8, device=parts[0].device)
-    start = 0
-    for part in parts:
-        content = part.flatten().view(torch.uint8)
-        payload[start : start + content.numel()] = content
-        start += padded(content.numel())
-    return header.control(), payload
+    if isinstance(header.finite, Tensor):
+        certain = header._replace(finite=True).pack()
+        return kernels.join_message(parts, certain, header.finite, VOID)
+    return kernels.join_message(parts, header.pack())
 
 
 def payload_of(message: Message) -> Tensor:

@@ -34,6 +34,7 @@ from sparcel.kernels.definitions.common import index_dtype as index_dtype
 from sparcel.kernels.definitions.common import magnitude_bits as magnitude_bits
 from sparcel.kernels.definitions.common import widen as widen
 from sparcel.kernels.definitions.few_bits import scales_count as scales_count
+from sparcel.kernels.definitions.packing import WORD as WORD
 from sparcel.kernels.definitions.packing import packed_words as packed_words
 from sparcel.kernels.definitions.regions import Collected as Collected
 from sparcel.kernels.definitions.regions import Delivered as Delivered
@@ -66,6 +67,7 @@ without = by_device(sets.without, cpu.without)
 limited = by_device(few_bits.limited, cpu.limited)
 quantize = by_device(few_bits.quantize, cpu.quantize)
 dequantize = by_device(few_bits.dequantize, cpu.dequantize)
+join_message = by_device(packing.join_message, cpu.join_message)
 pack_indices = by_device(packing.pack_indices, cpu.pack_indices)
 unpack_indices = by_device(packing.unpack_indices, cpu.unpack_indices)
 enter = by_device(regions.enter, cpu.enter)

@@ -11,7 +11,7 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # it is 
 
 from sparcel import _cpu
 from sparcel.kernels.addition import Addition
-from sparcel.kernels.definitions import few_bits, reduce, regions, squares
+from sparcel.kernels.definitions import few_bits, packing, reduce, regions, squares
 from sparcel.kernels.phase import Phase
 from sparcel.ops import Op
 
@@ -144,6 +144,14 @@ def quantize(
 def dequantize(codes: Tensor, scales: Tensor, size: int, bits: int, block: int) -> Tensor:
     threads = torch.get_num_threads()
     return _cpu.dequantize(to_dlpack(codes), to_dlpack(scales), size, bits, block, threads)
+
+
+def join_message(
+    parts: Sequence[Tensor], header: bytes, finite: Tensor | None = None, void: int = 0
+) -> tuple[Tensor, ...]:
+    if finite is not None:
+        return packing.join_message(parts, header, finite, void)
+    return (_cpu.join_message(header, [to_dlpack(part) for part in parts]),)
 
 
 def pack_indices(indices: Tensor, size: int) -> Tensor:

@@ -53,6 +53,9 @@ def call_all() -> None:
     for vector in (x, memory, memory.double()):
         gpu.bracket(vector, vector[:1025], 300)
     gpu.add_saturated(x, *stream)
+    header = bytes(32) + (40 + 8 * (75 + 150)).to_bytes(8, "little")
+    for finite in (None, torch.tensor(True)):
+        gpu.join_message([stream[1], stream[0]], header, finite)
     gpu.indices_fault(stream[0], 300)
     for bits, seed in ((8, 7), (2, None)):
         made = gpu.quantize(memory.float(), bits, 32, seed)

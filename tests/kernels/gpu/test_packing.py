@@ -40,6 +40,35 @@ def check(indices: Tensor, size: int) -> None:
     assert same_bits(unpacked(words, indices.numel(), size), indices)
 
 
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([torch.uint8, torch.bfloat16, torch.int32, torch.float64]),
+            st.sampled_from([0, 1, 2, 3, 7, 8, 9, 4095, 4100]),
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    st.sampled_from([None, True, False]),
+)
+@few
+def test_messages_are_those_of_the_definition(
+    kinds: list[tuple[torch.dtype, int, bool]], finite: bool | None
+) -> None:
+    parts = [torch.arange(n + skip).to(dtype)[skip:] for dtype, n, skip in kinds]
+    length = 40 + sum(-(-part.nbytes // 8) * 8 for part in parts)
+    header = bytes(range(32)) + length.to_bytes(8, "little")
+    flag = None if finite is None else torch.tensor(finite)
+    expected = reference.join_message(parts, header, flag, 1 << 59)
+    there = [part.to(DEVICE) for part in parts]
+    found = kernels.join_message(there, header, flag if flag is None else flag.to(DEVICE), 1 << 59)
+    assert same_bits(torch.cat([part.cpu() for part in found]), torch.cat(list(expected)))
+    assert found[0][7].item() == (15 if finite is False else 7)
+    with pytest.raises(ValueError, match="take up the message"):
+        kernels.join_message(there, bytes(40))
+
+
 @given(lists_of_indices())
 @few
 def test_words_are_those_of_the_definition_and_hold_the_indices(case: tuple[Tensor, int]) -> None:

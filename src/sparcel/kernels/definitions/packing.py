@@ -1,7 +1,8 @@
-"""Sorted indices in few bits each."""
+"""Messages of a header and parts, and sorted indices in few bits each."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -9,7 +10,56 @@ from torch import Tensor
 
 from sparcel.kernels.definitions.common import index_dtype
 
+WORD = 8
+"""Parts of a message begin at multiples of so many bytes."""
+
 _MOST_LOW_BITS = 57  # so many can be read at once, from any bit of a byte on
+
+
+def join_message(
+    parts: Sequence[Tensor], header: bytes, finite: Tensor | None = None, void: int = 0
+) -> tuple[Tensor, ...]:
+    """Return a message: its header, and its parts, each padded with zeros to multiples of 8 bytes.
+
+    Parameters
+    ----------
+    parts
+        One to three contiguous tensors of any dtype.
+    header
+        40 bytes, of which the last 8 tell how many the message has.
+    finite
+        bool ``[]``, on the device of the parts; None where the header tells what is so.
+    void
+        The bits that the first 8 bytes of the header have in addition where ``finite`` is false.
+
+    Returns
+    -------
+    tuple
+        uint8 tensors: the header, on the host, and the payload; or one, where both are on the host,
+        or ``finite`` is given.
+
+    Raises
+    ------
+    ValueError
+        When the header tells another length.
+    """
+    contents = [part.reshape(-1).view(torch.uint8) for part in parts]
+    payload = torch.cat(
+        [torch.nn.functional.pad(one, (0, -one.numel() % WORD)) for one in contents]
+    )
+    check_length(header, payload.numel())
+    control = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    if finite is None:
+        return (torch.cat([control, payload]),) if payload.is_cpu else (control, payload)
+    words = control.view(torch.int64).to(payload.device)
+    words[:1] |= torch.where(finite, 0, void)
+    return (torch.cat([words.view(torch.uint8), payload]),)
+
+
+def check_length(header: bytes, payload: int) -> None:
+    """Raise ValueError unless a header tells the length of itself and of so many bytes."""
+    if int.from_bytes(header[-8:], "little") != len(header) + payload:
+        raise ValueError("the parts must take up the message")
 
 
 @lru_cache(maxsize=256)  # the lengths of a message are asked for several times

@@ -9,6 +9,7 @@ data alone, not on which program comes first, so every run gives the same bits.
 from sparcel.kernels.gpu.few_bits import dequantize as dequantize
 from sparcel.kernels.gpu.few_bits import limited as limited
 from sparcel.kernels.gpu.few_bits import quantize as quantize
+from sparcel.kernels.gpu.packing import join_message as join_message
 from sparcel.kernels.gpu.packing import pack_indices as pack_indices
 from sparcel.kernels.gpu.packing import unpack_indices as unpack_indices
 from sparcel.kernels.gpu.reduce import add_saturated as add_saturated

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -10,14 +13,54 @@ from torch import Tensor
 from sparcel import device
 from sparcel.errors import FormatError
 from sparcel.kernels.definitions.common import index_dtype
-from sparcel.kernels.definitions.packing import layout, packed_words
+from sparcel.kernels.definitions.packing import WORD, check_length, layout, packed_words
 from sparcel.kernels.gpu._launch import launch
 
 _TILE = 1024  # indices a program packs
 _WORDS = 32  # words of the bitmap a program unpacks
 
+_HEADER, _MOST_PARTS = 5, 3  # words of a message's header, and parts after it
+
 # These differ from call to call, and must not have kernels compiled for their divisors.
 _COUNTS = ["count", "low_bits", "low_mask", "bitmap_bits"]
+
+
+@triton.jit
+def _words_of(part, nbytes, word):
+    """Return words of a part that begin at its bytes, filled up with zeros."""
+    place = word * 8
+    whole = (word >= 0) & (place + 8 <= nbytes)
+    content = tl.load(part.to(tl.pointer_type(tl.int64)) + word, mask=whole, other=0)
+    last = (word >= 0) & (whole == 0)
+    for byte in tl.static_range(7):
+        inside = last & (place + byte < nbytes)
+        found = tl.load(part.to(tl.pointer_type(tl.uint8)) + place + byte, mask=inside, other=0)
+        content |= found.to(tl.int64) << (8 * byte)
+    return content
+
+
+@triton.jit(do_not_specialize=["h0", "h1", "h2", "h3", "h4", "void", "bytes0", "bytes1", "bytes2"])
+def _join(
+    part0, part1, part2, bytes0, bytes1, bytes2, finite, void, h0, h1, h2, h3, h4, message,
+    HEADER: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Write the words of a message, or those of its payload if the ``HEADER`` has none."""
+    word = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    start = tl.full([], HEADER, tl.int64)
+    content = _words_of(part0, bytes0, word - start)
+    start += (bytes0 + 7) // 8
+    content |= _words_of(part1, bytes1, word - start)
+    start += (bytes1 + 7) // 8
+    content |= _words_of(part2, bytes2, word - start)
+    start += (bytes2 + 7) // 8
+    if HEADER > 0:
+        first = h0 | tl.where(tl.load(finite) != 0, 0, void)
+        content = tl.where(word == 0, first, content)
+        content = tl.where(word == 1, h1, content)
+        content = tl.where(word == 2, h2, content)
+        content = tl.where(word == 3, h3, content)
+        content = tl.where(word == 4, h4, content)
+    tl.store(message + word, content, mask=word < start)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -85,6 +128,29 @@ def _unpack(
         low = (low | (rest << (63 - skipped))) & low_mask
         index = ((place - number) << low_bits) | low
     tl.store(indices + number, index.to(indices.dtype.element_ty), mask=kept)
+
+
+def join_message(
+    parts: Sequence[Tensor], header: bytes, finite: Tensor | None = None, void: int = 0
+) -> tuple[Tensor, ...]:
+    words = struct.unpack(f"{_HEADER}q", header)
+    parts = [part if part.data_ptr() % WORD == 0 else part.clone() for part in parts]
+    lengths = [part.nbytes for part in parts]
+    size = sum(-(-nbytes // WORD) for nbytes in lengths)
+    check_length(header, size * WORD)
+    before = 0 if finite is None else _HEADER
+    size += before
+    message = parts[0].new_empty(size, dtype=torch.int64)
+    missing = _MOST_PARTS - len(parts)
+    launch(
+        _join, triton.cdiv(size, _TILE), *parts, *parts[:1] * missing, *lengths, *[0] * missing,
+        message if finite is None else finite.view(torch.uint8), void, *words, message,
+        HEADER=before, TILE=_TILE,
+    )  # fmt: skip
+    content = message.view(torch.uint8)
+    if finite is None:
+        return torch.frombuffer(bytearray(header), dtype=torch.uint8), content
+    return (content,)
 
 
 def pack_indices(indices: Tensor, size: int) -> Tensor:
