@@ -40,14 +40,15 @@ def row_bytes(bounds: Sequence[int]) -> int:
     return -(-max(bounds) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
 
 
-def as_rows(messages: Sequence[Tensor], nbytes: int) -> Tensor:
-    """Return a tensor whose rows of ``nbytes`` begin with messages, on their device."""
-    if len(messages) == 1 and messages[0].numel() == nbytes:
-        return messages[0].view(1, -1)
-    rows = messages[0].new_empty(len(messages), nbytes)
-    for row, message in zip(rows, messages, strict=True):
-        row[: message.numel()] = message
-    return rows
+def as_rows(messages: Mapping[int, Tensor], rows: int, nbytes: int) -> Tensor:
+    """Return a tensor ``[rows, nbytes]`` whose rows begin with messages, on their device."""
+    first = next(iter(messages.values()))
+    if rows == 1 and first.numel() == nbytes:
+        return first.view(1, nbytes)
+    whole = first.new_empty(rows, nbytes)
+    for row, message in messages.items():
+        whole[row, : message.numel()] = message
+    return whole
 
 
 class Engine(Protocol):

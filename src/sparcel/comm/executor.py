@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from sparcel.comm.calls import Calls, differences
 from sparcel.comm.engine import SAME_CALLS, Engine, LostPeerError
-from sparcel.comm.failure import Cause, Failure
+from sparcel.comm.failure import Cause, Failure, wait_until
 from sparcel.comm.jobs import Job, JobQueue
 from sparcel.errors import CommunicationError, MismatchError
 
@@ -96,6 +96,7 @@ class Executor:
         """
         # The last messages may still be under way, and closing a connection would drop them.
         patience = _FINISH_SECONDS if self.uncaught is None else _FAILED_SECONDS
+        wait_until(self._is_idle, patience)  # a job on a GPU ends before its transfers do
         finished = self.failure.cause is not None or failure.finish(patience)
         if not finished and failure is self.failure:
             closed = Cause(
@@ -149,7 +150,7 @@ class Executor:
         if self.failure.cause is not None:
             raise _dead(self.failure.cause)
         try:
-            return job()
+            result = job()
         except LostPeerError as error:
             self.job_failed = True
             patience = 0.0 if error.late else _CAUSE_SECONDS
@@ -157,11 +158,17 @@ class Executor:
             raise self._explained(cause).error() from error
         except BaseException as error:
             self.job_failed = True
-            cause = self._failed(error)
-            self.abort(cause)
+            aborted = self.failure.cause is not None and isinstance(error, Exception)
+            cause = self.abort(self._failed(error))
+            if aborted:
+                raise self._explained(cause).error() from error
             if cause.disagreed:
                 raise self._explained(Cause(str(error), True)).error() from error
             raise
+        if self.failure.cause is not None:  # what came of transfers that were aborted is no result
+            self.job_failed = True
+            raise self._explained(self.failure.cause).error()
+        return result
 
     def _failed(self, error: BaseException) -> Cause:
         """Return what the other ranks are told when this one raises ``error``."""
@@ -192,10 +199,14 @@ class Executor:
         for engine, failure in [self._released.popleft() for _ in range(len(self._released))]:
             if engine not in self.engines:
                 continue  # it was closed
-            if self.failure.cause is not None or failure.finish(0.0):
+            if self.failure.cause is not None or (not engine.waiting and failure.finish(0.0)):
                 self._drop(engine)
             else:
                 self._released.append((engine, failure))
+
+    def _is_idle(self) -> bool:
+        """Tell whether no transfer is under way, or all were aborted."""
+        return self.failure.cause is not None or not any(one.waiting for one in self.engines)
 
     def _drop(self, engine: Engine) -> None:
         engine.abort()

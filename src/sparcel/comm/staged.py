@@ -138,7 +138,7 @@ class Staged(Communicator):
     ) -> Rows:
         """See `Communicator.spread` and `swap`."""
         if self.size == 1:
-            return as_rows([message], row_bytes(bounds))
+            return as_rows({0: message}, 1, row_bytes(bounds))
         (row,) = read_all([message])
         arrived = self.inner.spread(row[: length(row)], bounds, length)
         return self._in_rows(dict(enumerate(arrived)), bounds, length)

@@ -1,65 +1,42 @@
-"""NCCL's engine with Gloo's process group below it, because no two GPUs were available.
-
-What it does with torch.distributed is real; NCCL itself is not, and the card takes a GPU's place.
-"""
+"""NCCL's engine with Gloo's process group below it: see `tests.nccl`."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Any
+import signal
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from sparcel import SparseStream, simulate
-from sparcel.collectives import ALGORITHMS, broadcast, gtopk, oktopk
-from sparcel.comm import Communicator
-from sparcel.comm.engine import ALL_CONTROL, PeerErrors
-from sparcel.comm.torch.nccl import NcclEngine
+from sparcel import simulate
+from sparcel.comm.engine import ALL_CONTROL
 from sparcel.errors import MismatchError
 from sparcel.formats import Format
-from sparcel.ops import SUM
-from sparcel.side_stream import SideStream
-from sparcel.wire import Wire
-from tests.card import CARD, moved, on_card, seen
-from tests.strategies import case_of, full
+from tests import nccl
+from tests.card import CARD
+from tests.nccl import CULPRIT, TIMEOUT, OverGloo, connected, numbers
+from tests.workers import run_apart
 
-pytestmark = pytest.mark.processes
+pytest.importorskip("triton")
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them over NCCL"),
+]
 
 CALL = 7
 
 
-class OverGloo(NcclEngine):
-    """The engine over Gloo; ``transferred`` lists the lengths of what each transfer sent."""
-
-    def __init__(self, comm: Communicator, device: torch.device | str = "cpu") -> None:
-        self._errors, self.waiting = PeerErrors(range(comm.size), comm.rank), False
-        self.device = torch.device(device)
-        self._group = dist.new_group(list(range(comm.size)), backend="gloo")
-        self.transferred: list[list[int]] = []
-
-    def _transfer(self, pairs):
-        self.transferred.append([message.numel() for _, message, _ in pairs])
-        super()._transfer([(peer, seen(message), seen(buffer)) for peer, message, buffer in pairs])
-
-    def all_reduce(self, tensor, op, call):
-        super().all_reduce(seen(tensor), op, call)
-
-
-def numbers(rank: int, nbytes: int) -> torch.Tensor:
-    return (torch.arange(nbytes) * 7 + rank).to(torch.uint8)
-
-
 def exchange(comm, lengths, control):
     """Exchange messages of ``lengths[rank]`` bytes; return the parts that came, and transfers."""
-    engine, rank = OverGloo(comm), comm.rank
-    others = [peer for peer in range(comm.size) if peer != rank]
-    own = numbers(rank, lengths[rank])
-    parts = [own[:control], own[control:]] if control < own.numel() else [own]
-    arrived = engine.exchange(
-        dict.fromkeys(others, parts), {peer: lengths[peer] for peer in others}, CALL, control
-    )
+    with connected(comm, "cpu") as far:
+        engine, rank = far.engine, comm.rank
+        assert isinstance(engine, OverGloo)
+        others = [peer for peer in range(comm.size) if peer != rank]
+        own = numbers(rank, lengths[rank])
+        parts = [own[:control], own[control:]] if control < own.numel() else [own]
+        arrived = engine.exchange(
+            dict.fromkeys(others, parts), {peer: lengths[peer] for peer in others}, CALL, control
+        )
     assert list(arrived) == others
     for peer, parts in arrived.items():
         assert torch.equal(torch.cat(parts), numbers(peer, lengths[peer]))
@@ -94,8 +71,8 @@ def test_payload_alone_is_not_in_a_frame(run_on):
 
 
 def disagree(comm, call, nbytes):
-    with pytest.raises(MismatchError) as caught:
-        OverGloo(comm).exchange(
+    with connected(comm, "cpu") as far, pytest.raises(MismatchError) as caught:
+        far.engine.exchange(
             {1 - comm.rank: [numbers(0, nbytes)]}, {1 - comm.rank: 8}, call * comm.rank, 0
         )
     return str(caught.value)
@@ -106,42 +83,70 @@ def test_other_calls_and_longer_messages_are_refused(run_on):
     assert all("9 bytes" in text and "at most 8" in text for text in run_on(2, disagree, 0, 9))
 
 
-def from_the_card(stream: SparseStream) -> SparseStream:
-    indices = None if stream.indices is None else seen(stream.indices)
-    return SparseStream.unchecked(indices, seen(stream.values), stream.size)
+@pytest.mark.parametrize(
+    ("world_size", "format", "place"),
+    [(8, "packed", "cpu"), (2, "packed", CARD), (3, "raw", CARD)],
+)
+def test_collectives_have_the_results_of_other_engines(run_on, world_size, format, place):
+    def expected(comm):
+        return nccl.reduced_here(comm, comm, Format(format))
+
+    there = simulate(world_size, expected).results
+    assert run_on(world_size, nccl.reduced, Format(format), place) == there
 
 
-def reduced(comm: Communicator, format: Format) -> list[Any]:
-    """Return what every collective makes of a case."""
-    case = case_of("random", comm.size, 3000, count=200)
-    stream = case.streams[comm.rank]
-    if comm.device.type == CARD:
-        assert stream.indices is not None
-        stream = SparseStream.unchecked(moved(stream.indices), moved(stream.values), stream.size)
-    results = []
-    for algorithm in ALGORITHMS.values():
-        wire = Wire(comm, format)
-        results.append(algorithm.reduce(stream, wire, SUM, case.max_nnz))
-    results += [collective(stream, Wire(comm), 50).total for collective in (gtopk, oktopk)]
-    results.append(broadcast(stream, Wire(comm), comm.size - 1))
-    return [full(from_the_card(result)).tolist() for result in results]
-
-
-def reduced_by_engine(comm, format, device):
-    """Return what `reduced` does; on the card the host waits for what it reads alone."""
-    child = comm.split(0)
-    with on_card() if device == CARD else nullcontext():
-        child.engine = OverGloo(child, device)
-        child.device, child._side = child.engine.device, SideStream(child.engine.device)
-        return child.submit(lambda: reduced(child, format)).wait()
+@pytest.mark.parametrize(("world_size", "in_rows"), [(1, True), (2, False), (3, True)])
+def test_rows_are_swapped_and_spread_without_a_read(run_on, world_size, in_rows):
+    nccl.check_rows(run_on(world_size, nccl.rows_of, in_rows), in_rows)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "format", "device"),
-    [(8, "packed", "cpu"), (2, "packed", CARD), (3, "raw", CARD)],
+    ("world_size", "name"),
+    [(2, "dense"), (2, "bidirectional 4 bits"), (4, "hitopk 4 bits")],
 )
-def test_collectives_have_the_results_of_other_engines(run_on, world_size, format, device):
-    if device == CARD:
-        pytest.importorskip("triton")
-    expected = simulate(world_size, lambda comm: reduced(comm, Format(format))).results
-    assert run_on(world_size, reduced_by_engine, Format(format), device) == expected
+def test_steps_have_the_bits_of_those_by_way_of_the_host(run_on, world_size, name):
+    run_on(world_size, nccl.steps_in_both_ways, name)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "name", "sharded"),
+    [(3, "bidirectional 4 bits", False), (4, "topk", True)],
+)
+def test_averages_have_the_bits_of_those_by_way_of_the_host(run_on, world_size, name, sharded):
+    run_on(world_size, nccl.average_in_both_ways, name, sharded)
+
+
+def test_ranks_that_mixed_up_calls_find_it_at_the_next_frame(run_on):
+    for kind, text, _ in run_on(2, nccl.end_in, "mixed"):
+        assert kind == "MismatchError"
+        assert "another call" in text
+
+
+@pytest.mark.slow
+def test_ranks_in_another_call_end_all_ranks() -> None:
+    for end in run_apart(3, nccl.end_in, "other", timeout=TIMEOUT):
+        kind, text, seconds = end.result
+        assert kind == "MismatchError"
+        assert "different calls" in text
+        assert "rank 1 called step(size=50)" in text
+        assert seconds < TIMEOUT / 2
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_others() -> None:
+    ends = run_apart(3, nccl.end_in, "die", timeout=TIMEOUT)
+    assert ends.pop(CULPRIT).died == -signal.SIGKILL
+    for end in ends:
+        kind, text, seconds = end.result
+        assert kind == "CommunicationError"
+        assert "lost its connection to rank 1" in text
+        assert seconds < TIMEOUT / 2
+
+
+@pytest.mark.slow
+def test_ranks_wait_no_longer_than_the_timeout() -> None:
+    for end in run_apart(3, nccl.end_in, "late", timeout=TIMEOUT):
+        kind, text, seconds = end.result
+        assert kind == "CommunicationError"
+        assert "waited 1.5 s" in text
+        assert seconds < TIMEOUT / 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import torch
@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from sparcel.comm.communicator import exchanging
+from sparcel.comm.communicator import Communicator, exchanging
 from sparcel.comm.connected import ConnectedCommunicator
+from sparcel.comm.engine import Rows, as_rows, row_bytes
 from sparcel.comm.torch.gloo import GlooEngine
+from sparcel.comm.torch.nccl import NcclEngine
 from sparcel.comm.torch.rendezvous import TorchRendezvous
 from sparcel.errors import InputError
 
@@ -21,17 +23,19 @@ from sparcel.errors import InputError
 class TorchCommunicator(ConnectedCommunicator):
     """Ranks of a torch.distributed process group.
 
-    The communicator has its own connections, so its messages never mix with those of the group.
+    The communicator has its own connections, so its messages never mix with those of the group:
+    over the mesh, with messages on the CPU, unless it is an `NcclCommunicator`.
     """
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, device: torch.device | None = None) -> Self:
+    def of(cls, group: dist.ProcessGroup, device: torch.device | None = None) -> TorchCommunicator:
         """Connect the ranks of a process group, all of which call.
 
         Messages are on the CPU, or on a GPU if the group has NCCL: on ``device``, or on the one
         that is current. If ``device`` is the CPU, they are there although the group has NCCL.
         """
-        return cls(TorchRendezvous.of(group, device))
+        meeting = TorchRendezvous.of(group, device)
+        return (NcclCommunicator if meeting.backend == "nccl" else cls)(meeting)
 
     @classmethod
     def at(cls, store: Store, rank: int, size: int, timeout: float) -> Self:
@@ -58,17 +62,52 @@ class TorchCommunicator(ConnectedCommunicator):
     def all_to_all(
         self, message: Tensor, leaving: Sequence[int], arriving: Sequence[int]
     ) -> Tensor:
-        """See `Communicator.all_to_all`; over the mesh, all parts are in one piece of memory."""
-        engine = self.engine
-        if not isinstance(engine, GlooEngine):
-            return super().all_to_all(message, leaving, arriving)
-        arrived = engine.all_to_all(message, leaving, arriving, self.calls.fingerprint)
+        """See `Communicator.all_to_all`; all parts are in one piece of memory."""
+        assert isinstance(self.engine, GlooEngine), "TorchRendezvous makes it"
+        arrived = self.engine.all_to_all(message, leaving, arriving, self.calls.fingerprint)
         others = [rank for rank in range(self.size) if rank != self.rank]
         self.traffic.count(
             [leaving[rank] for rank in others if leaving[rank]],
             [arriving[rank] for rank in others if arriving[rank]],
         )
         return arrived
+
+
+class NcclCommunicator(TorchCommunicator):
+    """Ranks of a process group with NCCL, with messages on their GPUs."""
+
+    all_to_all = Communicator.all_to_all
+
+    @exchanging
+    def swap(self, messages: Rows, bounds: Sequence[int], length: Callable[[Tensor], int]) -> Rows:
+        """See `Communicator.swap`; rows travel whole, and the host waits for nothing."""
+        if self.size == 1:
+            return messages
+        if not isinstance(messages, Tensor):
+            others = {rank: one for rank, one in enumerate(messages) if rank != self.rank}
+            messages = as_rows(others, self.size, row_bytes(bounds))
+        assert isinstance(self.engine, NcclEngine), "TorchRendezvous makes it"
+        arrived = self.engine.swap(messages, self.calls.fingerprint)
+        self._count(messages[0])
+        return arrived
+
+    @exchanging
+    def spread(
+        self, message: Tensor, bounds: Sequence[int], length: Callable[[Tensor], int]
+    ) -> Rows:
+        """See `Communicator.spread` and `swap`."""
+        rows = as_rows({0: message}, 1, row_bytes(bounds))
+        if self.size == 1:
+            return rows
+        assert isinstance(self.engine, NcclEngine), "TorchRendezvous makes it"
+        arrived = self.engine.spread(rows[0], self.calls.fingerprint)
+        self._count(rows[0])
+        return arrived
+
+    def _count(self, row: Tensor) -> None:
+        """Count a row to each other rank, and one from each."""
+        lengths = [row.numel()] * (self.size - 1)
+        self.traffic.count(lengths, lengths)
 
 
 def connect(

@@ -1,11 +1,30 @@
 """The engine for NCCL process groups; both sides of an NCCL transfer must know its length.
 
+Messages with bounds travel as rows of one length: the host queues the transfer, and waits for
+nothing. Any other exchange begins with frames, which tell lengths and hold control, and for which
+the host waits.
+
+NCCL compares no calls, and reports no process that died. So
+
+- a frame holds the fingerprint of its call, and of all transfers without frames before it; ranks
+  that differ in one of these find it at their next exchange with frames;
+- what is in a row begins with a header, which its reader checks on the device: of another length,
+  size or format it is a fault;
+- ranks that wait for one another in different calls are found by the executor's monitor;
+- each rank keeps an idle connection to every other one, which the kernel closes when its process
+  ends. The monitor looks at them, and at the timeout, while a transfer is under way.
+
+Whoever finds something aborts the group. That ends NCCL's transfers on this rank and leaves what
+they were to write as it was, so the executor lets no job return a result after it.
+
 This code follows torch's documentation. `tests/comm/torch/test_nccl.py` runs it over Gloo's process
-groups; it has not been run over NCCL's, because no machine with two GPUs was available.
+groups, and `tests/gpu/test_nccl.py` does the same over NCCL's, on one GPU that ranks share; the
+latter has not run yet.
 """
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -14,8 +33,12 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
+from sparcel import _cpu
+from sparcel.comm.addresses import gloo_address
 from sparcel.comm.engine import ALL_CONTROL, Arrived, Bounds, Leaving, LostPeerError, PeerErrors
+from sparcel.comm.sockets import connect_all
 from sparcel.device import put, read
 from sparcel.ops import Op
 
@@ -24,35 +47,74 @@ _FRAME_BYTES = 4096
 
 _HEAD_BYTES = 16
 
+_WATCHDOG_SECONDS = 60.0
+"""How long after the timeout torch's watchdog ends the process, if all else has failed."""
+
+_PAST_BITS = 31
+"""The bits of a frame's call that tell of the transfers without frames before it."""
+
+Pair = tuple[int, Tensor, Tensor]
+"""A peer, what it gets, and where what it sends goes."""
+
 
 class NcclEngine:
     """An NCCL process group for one communicator.
 
     Parameters
     ----------
+    store
+        A store that all ranks share, under a prefix that nothing else uses.
     members
         The rank of each process in the default group.
     rank
-        This process's rank.
+        This process's rank, an index into ``members``.
     timeout
-        Seconds after which NCCL's watchdog aborts a transfer.
+        Seconds that connecting, and an exchange, may take.
     device
         This process's GPU.
+
+    Raises
+    ------
+    OSError, RuntimeError
+        When some rank does not connect within the timeout.
     """
 
     carrier = "NCCL"
-    _aborted = False
 
-    def __init__(self, members: list[int], rank: int, timeout: float, device: torch.device) -> None:
-        self._errors, self.waiting = PeerErrors(members, rank), False
+    def __init__(
+        self, store: Store, members: list[int], rank: int, timeout: float, device: torch.device
+    ) -> None:
+        self.rank, self.size, self.timeout = rank, len(members), timeout
         self.device = device
-        self._group = dist.new_group(
-            members,
-            timeout=timedelta(seconds=timeout),
-            backend="nccl",
-            use_local_synchronization=True,
-            device_id=self.device,
-        )
+        self._errors = PeerErrors(members, rank)
+        self._idle = _cpu.Mesh(connect_all(store, gloo_address(), rank, self.size, timeout))
+        self._group = self._joined(members)
+        self._works: Sequence[dist.Work] = ()
+        self._since = time.monotonic()
+        self._past = 0
+        self._aborted = False
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a transfer is under way."""
+        return not all(work.is_completed() for work in self._works)
+
+    def swap(self, rows: Tensor, call: int) -> Tensor:
+        """Send rank r the r-th row; return the rows that came, by source.
+
+        The host does not wait.
+        """
+        arrived = torch.empty_like(rows)
+        self._remember(call, rows.numel())
+        self._transfer(_swap, arrived, rows)
+        return arrived
+
+    def spread(self, row: Tensor, call: int) -> Tensor:
+        """Send all ranks a row; return those of all ranks. The host does not wait."""
+        arrived = row.new_empty(self.size, row.numel())
+        self._remember(call, row.numel())
+        self._transfer(_spread, arrived.view(-1), row)
+        return arrived
 
     def exchange(self, sends: Leaving, receives: Bounds, call: int, control: int) -> Arrived:
         """See `Engine.exchange`; messages arrive as control, payload, or both in this order.
@@ -63,6 +125,7 @@ class NcclEngine:
         peers = list(dict.fromkeys([*sends, *receives]))
         framed = min(control, _FRAME_BYTES - _HEAD_BYTES)
         leaving = [self._divided(sends.get(peer, ()), control, framed) for peer in peers]
+        call |= self._past << 32
         frames = self._exchange_frames(peers, leaving, call)
         heads = frames[:, :_HEAD_BYTES].contiguous().view(torch.int64).tolist()
         for peer, (nbytes, theirs) in zip(peers, heads, strict=True):
@@ -84,20 +147,41 @@ class NcclEngine:
 
     def all_reduce(self, tensor: Tensor, op: Op, call: int) -> None:
         """See `Engine.all_reduce`."""
-        reduce_op = getattr(dist.ReduceOp, (op.name or "").upper())
-        self._checked(lambda: dist.all_reduce(tensor, reduce_op, group=self._group))
+        self._remember(call, tensor.numel())
+        self._transfer(_reduce, tensor, op)
 
     def probe(self) -> None:
-        """Do nothing: NCCL's watchdog detects broken connections."""
+        """See `Engine.probe`; raises as well when a transfer takes longer than the timeout."""
+        for peer in self.lost():
+            raise self._errors.lost(peer)
+        if self.waiting and time.monotonic() - self._since > self.timeout:
+            raise self._errors.late(self.timeout)
 
     def lost(self) -> list[int]:
         """See `Engine.lost`."""
-        return []
+        peers: list[int] = self._idle.broken()
+        return peers
 
     def abort(self) -> None:
         """See `Engine.abort`."""
         self._aborted = True
+        self._idle.shut()
         self._group.abort()
+
+    def _joined(self, members: list[int]) -> dist.ProcessGroup:
+        """Return the process group."""
+        group: dist.ProcessGroup = dist.new_group(
+            members,
+            timeout=timedelta(seconds=self.timeout + _WATCHDOG_SECONDS),
+            backend="nccl",
+            use_local_synchronization=True,
+            device_id=self.device,
+        )
+        return group
+
+    def _remember(self, call: int, length: int) -> None:
+        """Let later frames tell of a transfer without frames."""
+        self._past = (31 * self._past + 7 * call + length) % (1 << _PAST_BITS)
 
     def _divided(self, parts: Sequence[Tensor], control: int, framed: int) -> tuple[Tensor, Tensor]:
         """Return the up to ``framed`` bytes of a message that its frame holds, and the rest."""
@@ -131,9 +215,9 @@ class NcclEngine:
         for frame, (begun, _) in zip(leaving, messages, strict=True):
             frame[_HEAD_BYTES : _HEAD_BYTES + begun.numel()] = begun
         arriving = torch.empty_like(leaving)
-        self._transfer(list(zip(peers, leaving, arriving, strict=True)))
+        self._transfer(_exchange, list(zip(peers, leaving, arriving, strict=True)))
         frames = read(arriving)
-        if self._aborted:  # NCCL ends a transfer then, and leaves what is not written
+        if self._aborted:  # another thread did, while this one waited
             raise LostPeerError(f"rank {self._errors.me} was aborted", False)
         return frames
 
@@ -149,27 +233,45 @@ class NcclEngine:
             for peer, message, buffer, nbytes in zip(peers, leaving, buffers, lengths, strict=True)
             if message.numel() or nbytes
         ]
-        self._transfer(pairs)
+        self._transfer(_exchange, pairs)
         return [buffer[:nbytes] for buffer, nbytes in zip(buffers, lengths, strict=True)]
 
-    def _transfer(self, pairs: Sequence[tuple[int, Tensor, Tensor]]) -> None:
-        """Send each peer a tensor, and receive one from it."""
-        ops = []
-        for peer, message, buffer in pairs:
-            ops.append(dist.P2POp(dist.isend, message, group=self._group, group_peer=peer))
-            ops.append(dist.P2POp(dist.irecv, buffer, group=self._group, group_peer=peer))
-
-        def transfer() -> None:
-            for work in dist.batch_isend_irecv(ops) if ops else []:
-                work.wait()
-
-        self._checked(transfer)
-
-    def _checked(self, call: Callable[[], object]) -> None:
+    def _transfer(self, begin: Callable[..., Sequence[dist.Work]], *args: object) -> None:
+        """Queue a transfer, after which what is queued on the current stream runs."""
         try:
-            call()
-        except dist.DistBackendError as error:
+            self._works, self._since = begin(self._group, *args), time.monotonic()
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:  # of which torch's errors of communication are subclasses
             raise self._errors.lost_by(error) from error
+
+
+def _swap(group: dist.ProcessGroup, arrived: Tensor, rows: Tensor) -> list[dist.Work]:
+    return [dist.all_to_all_single(arrived, rows, group=group, async_op=True)]
+
+
+_gather: Callable[..., dist.Work] = getattr(
+    dist, "all_gather_single", dist.all_gather_into_tensor
+)  # the name up to torch 2.12
+"""Writes the tensors of all ranks end to end."""
+
+
+def _spread(group: dist.ProcessGroup, arrived: Tensor, row: Tensor) -> list[dist.Work]:
+    return [_gather(arrived, row, group=group, async_op=True)]
+
+
+def _reduce(group: dist.ProcessGroup, tensor: Tensor, op: Op) -> list[dist.Work]:
+    reduce_op = getattr(dist.ReduceOp, (op.name or "").upper())
+    return [dist.all_reduce(tensor, reduce_op, group=group, async_op=True)]
+
+
+def _exchange(group: dist.ProcessGroup, pairs: Sequence[Pair]) -> list[dist.Work]:
+    """Send each peer a tensor, and receive one from it."""
+    ops = []
+    for peer, message, buffer in pairs:
+        ops.append(dist.P2POp(dist.isend, message, group=group, group_peer=peer))
+        ops.append(dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer))
+    return dist.batch_isend_irecv(ops) if ops else []
 
 
 def _parted(begun: Tensor, rest: Tensor, control: int) -> list[Tensor]:

@@ -76,7 +76,8 @@ class TorchRendezvous(Rendezvous):
         """See `Rendezvous.engine`."""
         with connecting(self.members[self.rank], self.members):
             if self.backend == "nccl":
-                return NcclEngine(self.members, self.rank, self.timeout, self.device)
+                store = PrefixStore("idle", self.store)
+                return NcclEngine(store, self.members, self.rank, self.timeout, self.device)
             store = PrefixStore("gloo", self.store)
             return GlooEngine(store, self.members, self.rank, self.timeout)
 
