@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from itertools import count
@@ -38,6 +38,9 @@ from sparcel.training import Averager
 from sparcel.training.shard import Shard
 from sparcel.wire import Wire
 from tests.card import CARD, OnCard, moved, on_card, seen
+from tests.ddp.models import MANY_BUCKETS
+from tests.gpu.cuda import no_waits
+from tests.gpu.models import assert_equal, train
 from tests.schemes.steps import SCHEMES, integers
 from tests.schemes.test_on_card import ALL
 from tests.strategies import case_of, full, same_bits
@@ -84,6 +87,8 @@ class OverGloo(NcclEngine):
     def __init__(self, *args: Any) -> None:
         self.transferred: list[list[int]] = []
         super().__init__(*args)
+        if self.device.type == "cpu":
+            self.carrier = "Gloo"
 
     def _joined(self, members: list[int]) -> dist.ProcessGroup:
         group: dist.ProcessGroup = dist.new_group(
@@ -174,17 +179,20 @@ def rows_of(comm: Communicator, in_rows: bool) -> tuple[list[Tensor], list[Tenso
         leaving = [numbers(10 * comm.rank + to, lengths[to]) for to in range(comm.size)]
         message = numbers(comm.rank, 48 if in_rows else 20 + comm.rank)
 
-        def job() -> tuple[Any, Any]:
-            there = [put(one, far) for one in leaving]
-            rows = put(torch.stack(leaving), far) if in_rows else there
-            return far.swap(rows, bounds, len), far.spread(put(message, far), bounds, len)
+        there = [put(one, far) for one in leaving]
+        rows, own = put(torch.stack(leaving), far) if in_rows else there, put(message, far)
 
-        before, traffic = device.reads(), far.traffic.bytes_sent
-        swapped, spread = far.run(job)
-        reads = device.reads() - before
+        def job() -> tuple[Any, Any, int]:
+            before = device.reads()
+            with no_waits() if ON_GPU else nullcontext():
+                swapped, spread = far.swap(rows, bounds, len), far.spread(own, bounds, len)
+            return swapped, spread, device.reads() - before
+
+        before = far.traffic.bytes_sent
+        swapped, spread, reads = far.run(job)
         if comm.size > 1:
             assert swapped.shape == spread.shape == (comm.size, 48)
-        assert far.traffic.bytes_sent - traffic == 2 * 48 * (comm.size - 1)
+        assert far.traffic.bytes_sent - before == 2 * 48 * (comm.size - 1)
         return list(map(got, swapped)), list(map(got, spread)), reads
 
 
@@ -234,21 +242,22 @@ def scheme_on(name: str, ranks: int) -> Any:
     return scheme
 
 
-def steps_in_both_ways(comm: Communicator, name: str) -> None:
+def steps_in_both_ways(comm: Communicator, names: Iterable[str]) -> None:
     """Check that steps over NCCL have the bits of those by way of the host.
 
     Gradients are small integers, of whose sums no engine rounds any.
     """
     with connected(comm) as far:
-        found = []
-        for way in (carry(comm, far.device), far):
-            scheme, updates = scheme_on(name, comm.size), []
-            for step in range(2):
-                gradient = put(integers(comm.rank, step, 400), way)
-                updates.append(got(scheme.step(gradient, way)))
-            memory = None if scheme.memory is None else got(scheme.memory)
-            found.append([*updates, memory])
-        assert all(map(same_bits, *found))
+        for name in names:
+            found = []
+            for way in (carry(comm, far.device), far):
+                scheme, updates = scheme_on(name, comm.size), []
+                for step in range(2):
+                    gradient = put(integers(comm.rank, step, 400), way)
+                    updates.append(got(scheme.step(gradient, way)))
+                memory = None if scheme.memory is None else got(scheme.memory)
+                found.append([*updates, memory])
+            assert all(map(same_bits, *found)), name
 
 
 def average_in_both_ways(comm: Communicator, name: str, sharded: bool) -> None:
@@ -271,15 +280,35 @@ def average_in_both_ways(comm: Communicator, name: str, sharded: bool) -> None:
                 shard=shard,
             )
             updates = []
-            for step in range(3):
+            for step in range(2):  # of which the first is void
                 gradients = gradients_of(comm.rank, step)
-                if step == 1 and comm.rank == 0:
+                if step == 0 and comm.rank == 0:
                     gradients["second"][3, 4] = torch.inf
                 update = averager.average({key: put(one, way) for key, one in gradients.items()})
                 updates += [got(update[key]) for key in TENSORS]
             assert ("over NCCL" in repr(averager.handle)) == (way is far)
             found.append(updates)
         assert all(map(same_bits, *found))
+
+
+def train_in_both_ways(comm: Communicator, place: str, **settings: Any) -> None:
+    """Check the same of training in DDP with a static graph and several buckets.
+
+    Parameters
+    ----------
+    place
+        That of `connected`; DDP knows no card.
+    settings
+        Of `sparcel.attach`.
+    """
+    with connected(comm, place) as far:
+        wrap = {**MANY_BUCKETS, "static_graph": True}
+        carrier = "nccl" if far.carrier == "NCCL" else "host"
+        here = train(comm, far.device, settings, wrap=wrap)
+        there = train(comm, far.device, {**settings, "group": far, "carrier": carrier}, wrap=wrap)
+        for found, expected in zip(there.updates, here.updates, strict=True):
+            assert_equal(found, expected)
+        assert_equal(there.memory, here.memory)
 
 
 def end_in(comm: Communicator, program: str) -> tuple[str, str, float]:
@@ -315,3 +344,21 @@ def end_in(comm: Communicator, program: str) -> tuple[str, str, float]:
         with pytest.raises((CommunicationError, MismatchError)) as caught:
             far.submit(job).wait()
         return type(caught.value).__name__, str(caught.value), time.monotonic() - start
+
+
+ENDS = {
+    "die": ("CommunicationError", "lost its connection to rank 1"),
+    "late": ("CommunicationError", "waited 1.5 s"),
+    "other": ("MismatchError", "rank 1 called step(size=50)"),
+    "mixed": ("MismatchError", "another call"),
+}
+"""The kind and text of the errors of `end_in`."""
+
+
+def check_ends(ends: Sequence[tuple[str, str, float]], program: str) -> None:
+    """Check what `end_in` returned on the ranks that live."""
+    for kind, text, seconds in ends:
+        expected, said = ENDS[program]
+        assert kind == expected
+        assert said in text
+        assert seconds < TIMEOUT / 2
