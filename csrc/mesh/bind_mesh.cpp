@@ -45,7 +45,8 @@ nb::tuple exchange(Mesh& mesh, const Messages& messages, const Bounds& bounds, d
     nb::list arrived;
     if (!outcome.fault) {
         for (Received& message : received) {
-            arrived.append(give(std::move(message.bytes), message.size, dtype_of<uint8_t>()));
+            arrived.append(
+                give<nb::numpy>(std::move(message.bytes), message.size, dtype_of<uint8_t>()));
         }
     }
     return nb::make_tuple(arrived, int(outcome.fault), outcome.peer, outcome.length);

@@ -131,7 +131,7 @@ class Mesh:
         receives: Sequence[tuple[int, int]],
         seconds: float,
         call: int,
-    ) -> tuple[list[Tensor], int, int, int]: ...
+    ) -> tuple[list[NDArray[np.uint8]], int, int, int]: ...
     def all_to_all(
         self,
         rank: int,

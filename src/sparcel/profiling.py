@@ -34,18 +34,15 @@ def profiled(name: str) -> AbstractContextManager[object]:
     return profiler.record_function(f"sparcel::{name}") if active else _NOTHING
 
 
-def stopwatch(name: str) -> AbstractContextManager[object]:
-    """Give a block to the stopwatch, if one runs; profiles do not show it."""
-    return _NOTHING if _stopwatch is None else _stopwatch(name)
-
-
 def timed(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Give the calls of a function to the stopwatch, as `stopwatch` does with a block."""
+    """Give the calls of a function to the stopwatch, if one runs; profiles do not show them."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            with stopwatch(name):
+            if _stopwatch is None:
+                return function(*args, **kwargs)
+            with _stopwatch(name):
                 return function(*args, **kwargs)
 
         return call

@@ -21,7 +21,7 @@ from sparcel.comm.nodes import Grid, nodes_of, own_location, split_in_grid
 from sparcel.comm.traffic import Traffic
 from sparcel.errors import InputError
 from sparcel.ops import SUM, Op
-from sparcel.profiling import stopwatch
+from sparcel.profiling import timed
 from sparcel.rates import Rates
 
 T = TypeVar("T")
@@ -408,13 +408,13 @@ class Communicator(ABC):
 
 def exchanging(method: F) -> F:
     """Make a method that exchanges messages a job, and let a stopwatch time it."""
+    in_time = timed("messages")(method)
 
     @wraps(method)
     def exchange(self: Communicator, *args: Any, **kwargs: Any) -> Any:
         if not self._in_job():
             return self.run(partial(exchange, self, *args, **kwargs))
-        with stopwatch("messages"):
-            return method(self, *args, **kwargs)
+        return in_time(self, *args, **kwargs)
 
     return exchange  # type: ignore[return-value]  # it has the method's signature
 

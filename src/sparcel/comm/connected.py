@@ -81,10 +81,7 @@ class ConnectedCommunicator(Communicator):
     def exchange_parts(self, sends: Leaving, receives: Bounds, control: int) -> Arrived:
         """See `Communicator.exchange_parts`."""
         received = self.engine.exchange(sends, receives, self.calls.fingerprint, control)
-        self.traffic.count(
-            [sum(map(Tensor.numel, parts)) for parts in sends.values()],
-            [sum(map(Tensor.numel, parts)) for parts in received.values()],
-        )
+        self.traffic.count_parts(sends.values(), received.values())
         return received
 
     @exchanging

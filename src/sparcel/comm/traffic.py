@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -27,6 +27,17 @@ class Traffic:
         self.bytes_sent += sum(sent)
         self.messages_received += len(received)
         self.bytes_received += sum(received)
+
+    def count_parts(
+        self, sent: Iterable[Sequence[Tensor]], received: Iterable[Sequence[Tensor]]
+    ) -> None:
+        """Add messages in parts."""
+        for parts in sent:
+            self.messages_sent += 1
+            self.bytes_sent += sum(map(Tensor.numel, parts))
+        for parts in received:
+            self.messages_received += 1
+            self.bytes_received += sum(map(Tensor.numel, parts))
 
     def count_ring(self, tensor: Tensor, ranks: int) -> None:
         """Add a ring all-reduce of ``tensor``."""

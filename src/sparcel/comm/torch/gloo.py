@@ -70,7 +70,7 @@ class GlooEngine:
             When a message belongs to another call, or is longer than its bound. Both are checked
             before it is read.
         """
-        leaving = [(peer, [to_dlpack(part) for part in parts]) for peer, parts in sends.items()]
+        leaving = [(peer, [*map(to_dlpack, parts)]) for peer, parts in sends.items()]
         self.waiting = True
         try:
             arrived, fault, peer, length = self._mesh.exchange(
@@ -80,7 +80,8 @@ class GlooEngine:
             self.waiting = False
         if fault:
             raise self._error(fault, peer, length, f"at most {receives.get(peer)}")
-        return {peer: [message] for peer, message in zip(receives, arrived, strict=True)}
+        # The extension makes arrays faster than tensors.
+        return {peer: [torch.from_numpy(one)] for peer, one in zip(receives, arrived, strict=True)}
 
     def all_to_all(
         self, message: Tensor, leaving: Sequence[int], arriving: Sequence[int], call: int
