@@ -15,7 +15,8 @@ T = TypeVar("T")
 Stopwatch = Callable[[str], AbstractContextManager[object]]
 """Returns a block that times the part of that name."""
 
-_stopwatch: Stopwatch | None = None
+stopwatch: Stopwatch | None = None
+"""The one that runs."""
 
 _NOTHING = nullcontext()
 """One for all blocks, because steps have many."""
@@ -26,8 +27,8 @@ def profiled(name: str) -> AbstractContextManager[object]:
 
     Profiles show it as ``sparcel::{name}``.
     """
-    if _stopwatch is not None:
-        return _stopwatch(name)
+    if stopwatch is not None:
+        return stopwatch(name)
     # Without a profiler, record_function would still cost tens of microseconds. This flag holds for
     # all threads; torch.autograd._profiler_enabled() is true on the thread that started it alone.
     active = profiler._is_profiler_enabled
@@ -40,9 +41,9 @@ def timed(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            if _stopwatch is None:
+            if stopwatch is None:
                 return function(*args, **kwargs)
-            with _stopwatch(name):
+            with stopwatch(name):
                 return function(*args, **kwargs)
 
         return call
@@ -53,9 +54,9 @@ def timed(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 @contextmanager
 def timed_by(watch: Stopwatch) -> Iterator[None]:
     """Let a stopwatch time the parts that run meanwhile, on any thread."""
-    global _stopwatch
-    _stopwatch = watch
+    global stopwatch
+    stopwatch = watch
     try:
         yield
     finally:
-        _stopwatch = None
+        stopwatch = None

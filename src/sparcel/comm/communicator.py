@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparcel import patterns
+from sparcel import patterns, profiling
 from sparcel._checks import Array, as_tensor
 from sparcel.comm.calls import Call, Calls, digest
 from sparcel.comm.engine import ALL_CONTROL, Arrived, Bounds, Leaving, PeerErrors, Rows, whole
@@ -21,7 +21,6 @@ from sparcel.comm.nodes import Grid, nodes_of, own_location, split_in_grid
 from sparcel.comm.traffic import Traffic
 from sparcel.errors import InputError
 from sparcel.ops import SUM, Op
-from sparcel.profiling import timed
 from sparcel.rates import Rates
 
 T = TypeVar("T")
@@ -408,13 +407,15 @@ class Communicator(ABC):
 
 def exchanging(method: F) -> F:
     """Make a method that exchanges messages a job, and let a stopwatch time it."""
-    in_time = timed("messages")(method)
 
     @wraps(method)
     def exchange(self: Communicator, *args: Any, **kwargs: Any) -> Any:
         if not self._in_job():
             return self.run(partial(exchange, self, *args, **kwargs))
-        return in_time(self, *args, **kwargs)
+        if profiling.stopwatch is None:
+            return method(self, *args, **kwargs)
+        with profiling.stopwatch("messages"):
+            return method(self, *args, **kwargs)
 
     return exchange  # type: ignore[return-value]  # it has the method's signature
 
