@@ -41,9 +41,9 @@ def timed(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            if stopwatch is None:
+            if (watch := stopwatch) is None:
                 return function(*args, **kwargs)
-            with stopwatch(name):
+            with watch(name):
                 return function(*args, **kwargs)
 
         return call

@@ -412,9 +412,9 @@ def exchanging(method: F) -> F:
     def exchange(self: Communicator, *args: Any, **kwargs: Any) -> Any:
         if not self._in_job():
             return self.run(partial(exchange, self, *args, **kwargs))
-        if profiling.stopwatch is None:
+        if (watch := profiling.stopwatch) is None:
             return method(self, *args, **kwargs)
-        with profiling.stopwatch("messages"):
+        with watch("messages"):
             return method(self, *args, **kwargs)
 
     return exchange  # type: ignore[return-value]  # it has the method's signature
