@@ -37,8 +37,8 @@ def test_words_are_those_of_the_reference_and_hold_the_indices(case: tuple[Tenso
     words = kernels.pack_indices(indices, size)
     assert same_bits(words, reference.pack_indices(indices, size))
     for unpack in (kernels.unpack_indices, reference.unpack_indices):
-        found = unpack(words, indices.numel(), size)
-        assert found is not None
+        found, fault = unpack(words, indices.numel(), size)
+        assert not fault
         assert same_bits(found, indices)
 
 
@@ -57,7 +57,9 @@ def test_long_lists(layout: str) -> None:
     }[layout].int()
     words = kernels.pack_indices(indices, size)
     assert same_bits(words, reference.pack_indices(indices, size))
-    assert torch.equal(kernels.unpack_indices(words, indices.numel(), size), indices)
+    found, fault = kernels.unpack_indices(words, indices.numel(), size)
+    assert torch.equal(found, indices)
+    assert not fault
 
 
 @given(st.data(), st.integers(0, LARGEST))
@@ -69,14 +71,15 @@ def test_more_indices_never_take_fewer_words(data: st.DataObject, size: int) -> 
 
 @given(lists_of_indices(), st.randoms(use_true_random=False))
 def test_any_words_are_read_or_refused(case: tuple[Tensor, int], random) -> None:
-    """Also with words of garbage, both readers find the same indices or none."""
+    """Also with words of garbage, both readers find the same indices or a fault."""
     indices, size = case
     words = kernels.pack_indices(indices, size)
     for place in range(words.numel()):
         if random.random() < 0.5:
             words[place] ^= 1 << random.randrange(63)
-    found = kernels.unpack_indices(words, indices.numel(), size)
-    expected = reference.unpack_indices(words, indices.numel(), size)
+    found, fault = kernels.unpack_indices(words, indices.numel(), size)
+    expected, wrong = reference.unpack_indices(words, indices.numel(), size)
+    assert fault == bool(wrong)
     assert same_bits(found, expected)
 
 

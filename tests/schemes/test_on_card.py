@@ -10,7 +10,7 @@ import torch
 
 import sparcel
 from sparcel import device, simulate
-from tests.card import moved, on_card, seen
+from tests.card import launches, moved, on_card, seen
 from tests.schemes.steps import DISTINCT, SCHEMES
 from tests.strategies import same_bits
 
@@ -50,26 +50,36 @@ MOST_READS = {
 }
 """How often the host waits in a step of these schemes, at most, on up to four ranks."""
 
+MOST_LAUNCHES = {
+    # 7 for the selection, 1 for the message, 5 for the sum, 1 for the average, 2 for the update
+    "topk": (24, 2),
+    # also 1 for rounding, 2 for packing, and 5 for what rounding takes; 4 unpack a message
+    "topk packed 4 bits": (36, 4),
+}
+"""How many kernels such a step gives a card, at most, and how many more for each other rank."""
+
 SEVERAL_STEPS = {*MOST_READS, "topk reuse", "warm-up", "dgc", "hitopk", "auto"}
 
 
 def steps_of(name, world, gpu):
-    """Do one or two steps; return each rank's updates, memory, and the most waits in a step."""
+    """Do one or two steps; return each rank's updates, memory, and the most waits and launches."""
 
     size = LONG.get(name, SIZE)
 
     def program(comm):
-        scheme, updates, waits = ALL[name](), [], []
+        scheme, updates, waits, kernels = ALL[name](), [], [], []
         for step in range(1 + (name in SEVERAL_STEPS)):
             generator = torch.Generator().manual_seed(100 * step + comm.rank)
             shared = torch.randn(size, generator=torch.Generator().manual_seed(step))
             gradient = shared + torch.randn(size, generator=generator)
             before = device.reads()
-            update = scheme.step(moved(gradient) if gpu else gradient, comm)
+            with launches() as counted:
+                update = scheme.step(moved(gradient) if gpu else gradient, comm)
             waits.append(device.reads() - before)
+            kernels.append(counted.kernels())
             updates.append(seen(update).clone())
         memory = None if scheme.memory is None else seen(scheme.memory).clone()
-        return updates, memory, max(waits)
+        return updates, memory, max(waits), max(kernels)
 
     return simulate(world, program, ranks_per_node=2 if world % 2 == 0 else 1).results
 
@@ -79,8 +89,10 @@ def test_steps_have_the_bits_of_the_cpu(name, world):
     expected = steps_of(name, world, gpu=False)
     with on_card():
         found = steps_of(name, world, gpu=True)
-    for (updates, memory, _), (there, kept, waits) in zip(expected, found, strict=True):
+    for (updates, memory, *_), (there, kept, waits, kernels) in zip(expected, found, strict=True):
         assert waits <= MOST_READS.get(name, waits)
+        own, more = MOST_LAUNCHES.get(name, (kernels, 0))
+        assert kernels <= own + more * (world - 1)
         assert all(map(same_bits, updates, there))
         assert (memory is None) == (kept is None)
         assert memory is None or same_bits(memory, kept)

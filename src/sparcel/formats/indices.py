@@ -47,7 +47,7 @@ class RawIndices:
 
     def decode(self, content: Tensor, count: int, size: int) -> Tensor:
         """See `IndexCode.decode`."""
-        return checked(content.view(kernels.index_dtype(size)), count, size)
+        return checked(content.view(kernels.index_dtype(size)), size)
 
 
 class PackedIndices:
@@ -67,8 +67,12 @@ class PackedIndices:
 
     def decode(self, content: Tensor, count: int, size: int) -> Tensor:
         """See `IndexCode.decode`."""
-        indices = kernels.unpack_indices(content.view(torch.int64), count, size)
-        return checked(indices, count, size)
+        indices, fault = kernels.unpack_indices(content.view(torch.int64), count, size)
+        complaint = (
+            f"corrupt message: it does not hold {count} packed indices, sorted, below {size}"
+        )
+        device.later(fault, partial(FormatError, complaint))
+        return indices
 
 
 class ChunkedIndices(RawIndices):
@@ -115,7 +119,7 @@ class ChunkedIndices(RawIndices):
         places = torch.cat((pairs & _MOST_PLACE, pairs >> _PLACE_BITS), dim=1).flatten()[:count]
         chunk = torch.arange(_chunks(size), dtype=kernels.index_dtype(size), device=content.device)
         indices = (chunk << _PLACE_BITS).repeat_interleave(counts, output_size=count) | places
-        return checked(indices, count, size)
+        return checked(indices, size)
 
     def _counts_pay(self, count: int, size: int) -> bool:
         return _chunked_bytes(count, size) < super().nbytes(count, size)
@@ -148,14 +152,11 @@ INDEX_CODES: dict[str, IndexCode] = {
 """The index codes by name. A code's place in this table is its number in a message's header."""
 
 
-def checked(indices: Tensor | None, count: int, size: int) -> Tensor:
+def checked(indices: Tensor, size: int) -> Tensor:
     """Return the indices that a message holds, sorted, unique and in range, or raise `FormatError`.
 
-    None stands for packed indices that cannot be unpacked. Those on a GPU are checked there, and
-    the next `device.read` raises.
+    Those on a GPU are checked there, and the next `device.read` raises.
     """
-    if indices is None:
-        raise FormatError(f"corrupt message: it does not hold {count} packed indices")
     device.later(kernels.indices_fault(indices, size), partial(_complaint, indices, size))
     return indices
 

@@ -61,6 +61,7 @@ expand = by_device(reduce.expand, cpu.expand)
 add_saturated = by_device(reduce.add_saturated, _cpu.add_saturated)
 saturate = by_device(reduce.saturate, cpu.saturate, on_gpu=False)
 indices_fault = by_device(reduce.indices_fault, cpu.indices_fault)
+average = by_device(reduce.average, reduce.average)
 check_indices = by_device(reduce.check_indices, cpu.check_indices, on_gpu=False)
 within = by_device(sets.within, cpu.within)
 without = by_device(sets.without, cpu.without)
@@ -75,16 +76,6 @@ collect = by_device(regions.collect, cpu.collect)
 deliver = by_device(regions.deliver, cpu.deliver)
 sums_of_squares = by_device(squares.sums_of_squares, cpu.sums_of_squares, on_gpu=False)
 moved = by_device(ahead.moved, cpu_ahead.moved, on_gpu=False)
-
-
-def average(total: Tensor, divisor: float, out: Tensor | None = None) -> Tensor:
-    """Return ``total / divisor`` (any float dtype), on a GPU with the bits of the CPU.
-
-    There torch multiplies by the reciprocal of a number, but divides by a tensor. Half precision,
-    which may not hold the divisor, is left to torch.
-    """
-    exact = total.dtype in (torch.float32, torch.float64)
-    return torch.div(total, total.new_full((), divisor) if exact else divisor, out=out)
 
 
 def norm(x: Tensor) -> float:

@@ -12,6 +12,7 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # it is 
 from sparcel import _cpu
 from sparcel.kernels.addition import Addition
 from sparcel.kernels.definitions import few_bits, packing, reduce, regions, squares
+from sparcel.kernels.definitions.common import index_dtype
 from sparcel.kernels.phase import Phase
 from sparcel.ops import Op
 
@@ -158,8 +159,11 @@ def pack_indices(indices: Tensor, size: int) -> Tensor:
     return _cpu.pack_indices(to_dlpack(indices), size)
 
 
-def unpack_indices(words: Tensor, count: int, size: int) -> Tensor | None:
-    return _cpu.unpack_indices(to_dlpack(words), count, size)
+def unpack_indices(words: Tensor, count: int, size: int) -> tuple[Tensor, bool]:
+    indices = _cpu.unpack_indices(to_dlpack(words), count, size)
+    if indices is None:
+        return words.new_zeros(count, dtype=index_dtype(size)), True
+    return indices, indices_fault(indices, size)
 
 
 def enter(addition: Addition, up: Phase, rank: int, step: int) -> regions.Entered:

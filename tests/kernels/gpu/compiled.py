@@ -42,6 +42,9 @@ def call_all() -> None:
     gpu.quantize(x, 4, 64)
     stream = torch.arange(300, dtype=torch.int32), x[:300]
     gpu.merge([stream, stream], ops.SUM)
+    gpu.merge([(stream[0], memory.view(300, -1))] * 2, ops.MAX)
+    for vector in (memory, memory.double()):
+        gpu.average(vector, 3)
     gpu.scatter(x, *stream)
     gpu.scatter_reduce(x, *stream, ops.MAX)
     gpu.within(*stream, stream[0])

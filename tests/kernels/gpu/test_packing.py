@@ -10,11 +10,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from sparcel import device
-from sparcel.errors import FormatError
 from sparcel.kernels.definitions import packing as reference
+from sparcel.kernels.gpu import _work
 from sparcel.kernels.gpu import packing as kernels
-from tests.card import moved, on_card, seen
+from tests.card import launches, moved, on_card, seen
 from tests.kernels.test_packing import lists_of_indices
 from tests.strategies import same_bits
 
@@ -23,14 +22,18 @@ pytestmark = pytest.mark.gpu
 few = settings(max_examples=10)
 
 
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a tile be a program, and each program a group of its own."""
+    monkeypatch.setattr(kernels, "_TILES", 2)
+    for module in (kernels, _work):
+        monkeypatch.setattr(module, "GROUP", 1)
+
+
 def unpacked(words: Tensor, count: int, size: int) -> Tensor | None:
-    """Return what the kernel reads, None for an error, as the definition does."""
-    try:
-        found = kernels.unpack_indices(words.to(DEVICE), count, size)
-        device.settle()
-    except FormatError:
-        return None
-    return found.cpu()
+    """Return what the kernel reads, None where it finds a fault."""
+    found, fault = kernels.unpack_indices(words.to(DEVICE), count, size)
+    return None if fault else found.cpu()
 
 
 def check(indices: Tensor, size: int) -> None:
@@ -105,14 +108,16 @@ def test_several_programs(layout: str) -> None:
 @given(lists_of_indices(), st.randoms(use_true_random=False))
 @few
 def test_any_words_are_read_or_refused(case: tuple[Tensor, int], random) -> None:
-    """Also with words of garbage, the kernel and the definition find the same indices or none."""
+    """Also with words of garbage, the kernel and the definition find the same, or a fault."""
     indices, size = case
     words = reference.pack_indices(indices, size)
     for place in range(words.numel()):
         if random.random() < 0.3:
             words[place] ^= 1 << random.randrange(63)
     found = unpacked(words, indices.numel(), size)
-    assert same_bits(found, reference.unpack_indices(words, indices.numel(), size))
+    expected, fault = reference.unpack_indices(words, indices.numel(), size)
+    assert (found is None) == bool(fault)
+    assert found is None or same_bits(found, expected)
 
 
 @pytest.mark.parametrize("filler", [0, -1])
@@ -132,14 +137,15 @@ def test_indices_out_of_range_write_nothing_elsewhere() -> None:
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the card stands for a GPU where there is none")
 @pytest.mark.parametrize("size", [100, 2**40])
-def test_a_gpu_tells_at_the_next_read(size: int) -> None:
+def test_nobody_waits_for_indices(size: int) -> None:
     indices = torch.arange(30, dtype=reference.index_dtype(size))
-    before = device.reads()
-    with on_card():
+    with on_card(), launches() as counted:
         words = kernels.pack_indices(moved(indices), size)
-        assert same_bits(seen(kernels.unpack_indices(words, 30, size)), indices)
-        found = kernels.unpack_indices(words * 0, 30, size)
-        assert seen(found).tolist() == [0] * 30
-        assert device.reads() == before
-        with pytest.raises(FormatError, match="it does not hold 30 packed indices"):
-            device.settle()
+        found, fault = kernels.unpack_indices(words, 30, size)
+        assert same_bits(seen(found), indices)
+        assert not seen(fault)
+        assert counted.triton == ["_pack", "_count", "_unpack"]
+        assert counted.torch == ["new_zeros"] * 2
+        assert counted.copies == []
+        _, fault = kernels.unpack_indices(words * 0, 30, size)
+        assert seen(fault)

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from sparcel import device
 from sparcel.errors import FormatError, InputError
 from sparcel.kernels.definitions import reduce as reference
+from sparcel.kernels.gpu import _work
 from sparcel.kernels.gpu import reduce as kernels
 from sparcel.ops import MAX, MIN, PRODUCT, SUM, Op
 from tests.card import moved, on_card, seen
@@ -94,9 +95,13 @@ def test_merge_of_equal_indices(dtype: torch.dtype) -> None:
         check_merge(streams, op)
 
 
-@pytest.mark.parametrize("width", [None, 3])
-def test_merge_of_several_programs(width: int | None) -> None:
-    streams = random_streams(3, 900, 2000, torch.float32, width)
+@pytest.mark.parametrize(("width", "entries"), [(None, 900), (3, 300), (130, 9)])
+def test_merge_of_several_programs(
+    width: int | None, entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (kernels, _work):  # each program is a group
+        monkeypatch.setattr(module, "GROUP", 1)
+    streams = random_streams(3, entries, 2 * entries, torch.float32, width)
     streams.insert(1, (streams[0][0][:0], streams[0][1][:0]))
     check_merge(streams, SUM)
 
@@ -255,6 +260,17 @@ def test_large_indices_are_no_fault() -> None:
     indices = torch.tensor([0, 2**31, 2**40 - 1])
     assert not fault(indices, 2**40)
     assert fault(indices, 2**40 - 1)
+
+
+@few
+@given(st.sampled_from(FLOATS), st.sampled_from([3, 1 / 3, 7e30]), st.integers(0, 99))
+def test_averages_are_the_quotients(dtype: torch.dtype, divisor: float, seed: int) -> None:
+    total = salted(torch.randn(600, dtype=torch.float64).mul(100).to(dtype), seed)
+    found = kernels.average(total.to(DEVICE), divisor)
+    assert alike(found, reference.average(total, divisor))
+    there = total.to(DEVICE)
+    assert kernels.average(there, divisor, out=there) is there
+    assert alike(there, found)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the card stands for a GPU where there is none")

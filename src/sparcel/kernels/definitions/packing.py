@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparcel.kernels.definitions.common import index_dtype
+from sparcel.kernels.definitions.reduce import indices_fault
 
 WORD = 8
 """Parts of a message begin at multiples of so many bytes."""
@@ -107,25 +108,31 @@ def pack_indices(indices: Tensor, size: int) -> Tensor:
     return (bits.view(-1, 64) << _places(64, indices)).sum(dim=1)
 
 
-def unpack_indices(words: Tensor, count: int, size: int) -> Tensor | None:
+def unpack_indices(words: Tensor, count: int, size: int) -> tuple[Tensor, bool | Tensor]:
     """Return the indices that `pack_indices` packed, with the dtype that ``size`` needs.
 
     Parameters
     ----------
     words
-        As returned by `pack_indices`, or any others: then the indices may be out of order or of
-        range, and the result is None if the bitmap does not have ``count`` bits.
+        As returned by `pack_indices`, or any others.
+
+    Returns
+    -------
+    indices, fault
+        ``[count]``, and, on the device of the words, whether these do not hold so many indices,
+        sorted, unique and in range. The indices then mean nothing.
     """
     low_bits, bitmap_bits = layout(count, size)
     bits = (words[:, None] >> _places(64, words) & 1).flatten()
     highs = bits[:bitmap_bits].nonzero().squeeze(1)
     if highs.numel() != count:
-        return None
+        return words.new_zeros(count, dtype=index_dtype(size)), True
     if _is_bitmap(count, size):
-        return highs.to(index_dtype(size))
+        return highs.to(index_dtype(size)), False
     lows = bits[bitmap_bits : bitmap_bits + count * low_bits].view(count, low_bits)
     low = (lows << _places(low_bits, words)).sum(dim=1)
-    return (highs - _places(count, words) << low_bits | low).to(index_dtype(size))
+    indices = (highs - _places(count, words) << low_bits | low).to(index_dtype(size))
+    return indices, indices_fault(indices, size)
 
 
 def layout(count: int, size: int) -> tuple[int, int]:

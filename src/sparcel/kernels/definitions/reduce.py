@@ -119,6 +119,23 @@ def saturate(dense: Tensor) -> None:
     dense.clamp_(-most, most)
 
 
+def average(total: Tensor, divisor: float, out: Tensor | None = None) -> Tensor:
+    """Return ``total / divisor``, on a GPU with the bits of the CPU.
+
+    There torch multiplies by the reciprocal of a number, but divides by a tensor. Half precision,
+    which may not hold the divisor, is left to torch.
+
+    Parameters
+    ----------
+    total
+        Contiguous, any float dtype.
+    out
+        Where to write it, like ``total``, or ``total`` itself.
+    """
+    exact = total.dtype in (torch.float32, torch.float64)
+    return torch.div(total, total.new_full((), divisor) if exact else divisor, out=out)
+
+
 def indices_fault(indices: Tensor, size: int) -> bool | Tensor:
     """Tell, on the indices' device, whether `check_indices` finds one."""
     return _wrong(indices, size).any()

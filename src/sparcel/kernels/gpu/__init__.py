@@ -13,6 +13,7 @@ from sparcel.kernels.gpu.packing import join_message as join_message
 from sparcel.kernels.gpu.packing import pack_indices as pack_indices
 from sparcel.kernels.gpu.packing import unpack_indices as unpack_indices
 from sparcel.kernels.gpu.reduce import add_saturated as add_saturated
+from sparcel.kernels.gpu.reduce import average as average
 from sparcel.kernels.gpu.reduce import expand as expand
 from sparcel.kernels.gpu.reduce import indices_fault as indices_fault
 from sparcel.kernels.gpu.reduce import merge as merge

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import torch
 import triton
 import triton.language as tl
@@ -32,11 +34,23 @@ def is_infinite(bits):
 
 
 @triton.jit
+def number_of(bits, dtype: tl.constexpr):
+    """Return a number of the host, given as `number_bits`, in a dtype."""
+    return bits.to(tl.int64).to(tl.float64, bitcast=True).to(dtype)
+
+
+@triton.jit
 def widened(x):
     """Return numbers of 16 bits as float32, others unchanged."""
     if x.dtype.primitive_bitwidth == 16:
         x = x.to(tl.float32)
     return x
+
+
+def number_bits(number: float) -> int:
+    """Return the bits of a float64: Triton takes numbers of the host as float32."""
+    bits: int = struct.unpack("q", struct.pack("d", number))[0]
+    return bits
 
 
 def bits_width(dtype: torch.dtype) -> int:

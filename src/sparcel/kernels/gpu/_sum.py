@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple
 
 import triton
@@ -10,7 +9,13 @@ import triton.language as tl
 from torch import Tensor
 
 from sparcel.kernels.addition import Addition
-from sparcel.kernels.gpu._bits import bits_width, is_infinite, magnitude_bits
+from sparcel.kernels.gpu._bits import (
+    bits_width,
+    is_infinite,
+    magnitude_bits,
+    number_bits,
+    number_of,
+)
 from sparcel.kernels.gpu._compact import ROWS, load_inside, mark_tile, marks_for
 from sparcel.kernels.gpu._launch import launch
 from sparcel.kernels.gpu._work import (
@@ -31,8 +36,8 @@ from sparcel.kernels.gpu._work import (
 class Sum(NamedTuple):
     """What kernels need in order to compute an addition.
 
-    ``scale`` and ``momentum`` are the bits of float64, since Triton takes numbers as float32.
-    ``parts`` tells which vectors there are.
+    ``scale`` and ``momentum`` are as `number_bits` returns them; ``parts`` tells which vectors
+    there are.
     """
 
     memory: Tensor
@@ -48,13 +53,12 @@ _FACTORS = ["size", "scale", "momentum"]
 
 def sum_of(addition: Addition) -> Sum:
     memory, velocity = addition.memory, addition.velocity
-    scale, momentum = struct.unpack("2q", struct.pack("2d", addition.scale, addition.momentum))
     return Sum(
         memory,
         addition.gradient.detach(),
         memory if velocity is None else velocity,
-        scale,
-        momentum,
+        number_bits(addition.scale),
+        number_bits(addition.momentum),
         {"ADDED": True, "SCALED": addition.scale != 1, "MOVING": velocity is not None},
     )
 
@@ -62,12 +66,6 @@ def sum_of(addition: Addition) -> Sum:
 def vector_alone(x: Tensor) -> Sum:
     """Return the sum that is ``x`` itself."""
     return Sum(x, x, x, 0, 0, {"ADDED": False, "SCALED": False, "MOVING": False})
-
-
-@triton.jit
-def _factor(bits, dtype: tl.constexpr):
-    """Return a number of the host in the dtype of the memory."""
-    return bits.to(tl.int64).to(tl.float64, bitcast=True).to(dtype)
 
 
 @triton.jit
@@ -81,10 +79,10 @@ def _sum_at(
     if ADDED:
         entering = load_inside(gradient, place, size, WHOLE).to(total.dtype)
         if SCALED:
-            entering = entering * _factor(scale, total.dtype)
+            entering = entering * number_of(scale, total.dtype)
         if MOVING:
             moving = load_inside(velocity, place, size, WHOLE)
-            entering = entering + moving * _factor(momentum, total.dtype)
+            entering = entering + moving * number_of(momentum, total.dtype)
         total = entering + total
     return entering, total
 

@@ -56,10 +56,14 @@ def spans_of(size: int) -> int:
     return -(-size // SPAN)
 
 
+def groups_length(spans: int) -> int:
+    """Return how many numbers hold the counts of groups of so many spans."""
+    return _KINDS * -(-spans // GROUP)
+
+
 def work_length(x: Tensor) -> int:
     """Return how many numbers the memory has for a vector like ``x``."""
-    groups = -(-spans_of(x.numel()) // GROUP)
-    return _HEAD + levels_of(x.dtype) * BINS + _KINDS * groups
+    return _HEAD + levels_of(x.dtype) * BINS + groups_length(spans_of(x.numel()))
 
 
 @triton.jit

@@ -10,14 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparcel import device
-from sparcel.errors import FormatError
 from sparcel.kernels.definitions.common import index_dtype
 from sparcel.kernels.definitions.packing import WORD, check_length, layout, packed_words
 from sparcel.kernels.gpu._launch import launch
+from sparcel.kernels.gpu._work import GROUP, add_span, before_span, groups_length
 
 _TILE = 1024  # indices a program packs
-_WORDS = 32  # words of the bitmap a program unpacks
+_WORDS, _TILES = 32, 4  # words of the bitmap in a tile, and tiles that a program unpacks
 
 _HEADER, _MOST_PARTS = 5, 3  # words of a message's header, and parts after it
 
@@ -92,42 +91,68 @@ def _pack(
 def _bitmap(words, word, bitmap_bits):
     """Return the bits ``[len(word), 64]`` of words, int32, and their places."""
     place = word[:, None] * 64 + tl.arange(0, 64)[None, :]
-    content = tl.load(words + word, mask=word * 64 < bitmap_bits, other=0)
+    content = tl.load(words + word, mask=(word >= 0) & (word * 64 < bitmap_bits), other=0)
     bits = (content[:, None] >> tl.arange(0, 64)[None, :]) & 1
     return tl.where(place < bitmap_bits, bits, 0).to(tl.int32), place
 
 
+@triton.jit
+def _low(words, number, inside, low_bits, low_mask, bitmap_bits):
+    """Return the low bits of the indices of these numbers."""
+    start = bitmap_bits + number * low_bits
+    word, skipped = start >> 6, start & 63
+    goes_on = inside & (skipped + low_bits > 64)
+    content = tl.load(words + word, mask=inside, other=0).to(tl.uint64, bitcast=True)
+    rest = tl.load(words + word + 1, mask=goes_on, other=0) << 1
+    low = (content >> skipped.to(tl.uint64)).to(tl.int64, bitcast=True)
+    return (low | (rest << (63 - skipped))) & low_mask
+
+
 @triton.jit(do_not_specialize=["bitmap_bits"])
-def _count(words, bitmap_bits, counts, WORDS: tl.constexpr):
-    program = tl.program_id(0).to(tl.int64)
-    bits, _ = _bitmap(words, program * WORDS + tl.arange(0, WORDS), bitmap_bits)
-    tl.store(counts + program, tl.sum(tl.sum(bits, axis=1), axis=0).to(tl.int64))
-
-
-@triton.jit(do_not_specialize=_COUNTS)
-def _unpack(
-    words, count, low_bits, low_mask, bitmap_bits, before, indices,
-    PLAIN: tl.constexpr, WORDS: tl.constexpr,
+def _count(
+    words, bitmap_bits, counts, work,
+    TILES: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Whatever the words are, only ``count`` numbers have a place, and low bits that are there."""
     program = tl.program_id(0).to(tl.int64)
-    bits, place = _bitmap(words, program * WORDS + tl.arange(0, WORDS), bitmap_bits)
-    of_word = tl.sum(bits, axis=1)
-    first = tl.load(before + program - 1, mask=program > 0, other=0)
-    first = first + tl.cumsum(of_word, axis=0) - of_word
-    number = first[:, None] + tl.cumsum(bits, axis=1) - bits
-    kept = (bits != 0) & (number < count)
-    index = place
-    if not PLAIN:
-        start = bitmap_bits + number * low_bits
-        word, skipped = start >> 6, start & 63
-        goes_on = kept & (skipped + low_bits > 64)
-        content = tl.load(words + word, mask=kept, other=0).to(tl.uint64, bitcast=True)
-        rest = tl.load(words + word + 1, mask=goes_on, other=0) << 1
-        low = (content >> skipped.to(tl.uint64)).to(tl.int64, bitcast=True)
-        low = (low | (rest << (63 - skipped))) & low_mask
-        index = ((place - number) << low_bits) | low
-    tl.store(indices + number, index.to(indices.dtype.element_ty), mask=kept)
+    count = 0
+    for tile in range(TILES):
+        word = (program * TILES + tile) * WORDS + tl.arange(0, WORDS)
+        bits, _ = _bitmap(words, word, bitmap_bits)
+        count += tl.sum(tl.sum(bits, axis=1), axis=0)
+    add_span(work + 2, 0, work + 1, counts, program, count, GROUP)
+
+
+@triton.jit(do_not_specialize=["size", *_COUNTS])
+def _unpack(
+    words, size, count, low_bits, low_mask, bitmap_bits, counts, work, indices,
+    PLAIN: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Whatever the words are, only ``count`` numbers have a place, and low bits that are there.
+
+    Of two indices of one bitmap bit after another, the upper bits are the same.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    if program == 0:
+        tl.store(work, 1, mask=tl.load(work + 1) != count)
+    before = before_span(work + 2, 0, counts, program, GROUP)
+    for tile in range(TILES):
+        word = (program * TILES + tile) * WORDS + tl.arange(0, WORDS)
+        bits, place = _bitmap(words, word, bitmap_bits)
+        of_word = tl.sum(bits, axis=1)
+        first = before + tl.cumsum(of_word, axis=0) - of_word
+        before += tl.sum(of_word, axis=0)
+        number = first[:, None] + tl.cumsum(bits, axis=1) - bits
+        kept = (bits != 0) & (number < count)
+        index = place
+        if not PLAIN:
+            low = _low(words, number, kept, low_bits, low_mask, bitmap_bits)
+            index = ((place - number) << low_bits) | low
+            ahead = tl.load(words + (place - 1 >> 6), mask=kept & (place > 0), other=0)
+            follows = kept & (((ahead >> ((place - 1) & 63)) & 1) != 0)
+            last = _low(words, number - 1, follows, low_bits, low_mask, bitmap_bits)
+            wrong = (follows & (last >= low)) | (kept & ((index < 0) | (index >= size)))
+            tl.store(work, 1, mask=tl.max(tl.max(wrong.to(tl.int32), axis=1), axis=0) > 0)
+        tl.store(indices + number, index.to(indices.dtype.element_ty), mask=kept)
 
 
 def join_message(
@@ -165,21 +190,20 @@ def pack_indices(indices: Tensor, size: int) -> Tensor:
     return words
 
 
-def unpack_indices(words: Tensor, count: int, size: int) -> Tensor:
-    """Return ``count`` indices in any case: a later read finds out whether the words hold them."""
-    indices = words.new_zeros(count, dtype=index_dtype(size))
+def unpack_indices(words: Tensor, count: int, size: int) -> tuple[Tensor, bool | Tensor]:
+    indices = words.new_empty(count, dtype=index_dtype(size))
     if count == 0:
-        return indices
+        return indices, False
     low_bits, bitmap_bits = layout(count, size)
-    programs = triton.cdiv(bitmap_bits, 64 * _WORDS)
-    counts = words.new_empty(programs)
-    launch(_count, programs, words, bitmap_bits, counts, WORDS=_WORDS)
-    before = counts.cumsum(dim=0)
+    programs = triton.cdiv(bitmap_bits, 64 * _WORDS * _TILES)
+    counts = words.new_empty(programs, dtype=torch.int32)
+    # The fault, the count of all bits, and those of groups of programs.
+    work = words.new_zeros(2 + groups_length(programs))
+    shape = {"TILES": _TILES, "WORDS": _WORDS, "GROUP": GROUP}
+    launch(_count, programs, words, bitmap_bits, counts, work, **shape)
     launch(
-        _unpack, programs, words, count, low_bits, (1 << low_bits) - 1, bitmap_bits, before,
-        indices,
-        PLAIN=low_bits == 0, WORDS=_WORDS,
+        _unpack, programs, words, size, count, low_bits, (1 << low_bits) - 1, bitmap_bits, counts,
+        work, indices,
+        PLAIN=low_bits == 0, **shape,
     )  # fmt: skip
-    complaint = f"corrupt message: it does not hold {count} packed indices"
-    device.later(before[-1] != count, lambda: FormatError(complaint))
-    return indices
+    return indices, work[:1].view(torch.bool)[0]

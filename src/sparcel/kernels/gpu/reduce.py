@@ -17,10 +17,13 @@ from sparcel import device
 from sparcel.errors import InputError
 from sparcel.kernels.definitions import reduce as definitions
 from sparcel.kernels.definitions.common import index_dtype
-from sparcel.kernels.gpu._bits import widened
+from sparcel.kernels.gpu._bits import number_bits, number_of, widened
 from sparcel.kernels.gpu._launch import launch
-from sparcel.kernels.gpu._search import BLOCK, check_rows, lower_bound, places_of, programs_for
+from sparcel.kernels.gpu._search import BLOCK, check_rows, lower_bound, programs_for
+from sparcel.kernels.gpu._work import GROUP, add_span, before_span, groups_length
 from sparcel.ops import Op
+
+_COLUMNS = 128  # of rows that a program reads at once
 
 
 def merge(
@@ -39,14 +42,21 @@ def merge(
     if values.numel() == 0:  # rows without columns
         alone, _ = merge([(indices, indices) for indices, _ in streams], op, union)
         return alone, values.new_empty(alone.numel(), 0)
-    order, heads = _ranked(indices, [indices.numel() for indices, _ in streams])
-    starts, runs = places_of(heads)
+    total, columns = indices.numel(), min(triton.next_power_of_2(_width(values)), _COLUMNS)
+    positions = BLOCK // columns
+    programs = triton.cdiv(total, positions)
+    # The count of runs, and those of groups of programs.
+    work = indices.new_empty(1 + groups_length(programs), dtype=torch.int64)
+    order, heads = _ranked(indices, [indices.numel() for indices, _ in streams], work)
+    counts = heads.new_empty(programs, dtype=torch.int32)
+    launch(_count, programs, heads, counts, work, total, BLOCK=positions, GROUP=GROUP)
     merged, reduced = torch.empty_like(indices), torch.empty_like(values)
     launch(
-        _reduce, programs_for(values.numel()), indices, values, order, starts, runs, merged,
-        reduced, indices.numel(), len(streams), _width(values), OP=op.name, BLOCK=BLOCK,
+        _reduce, programs, indices, values, order, heads, counts, work, merged, reduced, total,
+        len(streams), _width(values),
+        OP=op.name, POSITIONS=positions, COLUMNS=columns, GROUP=GROUP,
     )  # fmt: skip
-    length = int(device.read(runs)) if union is None else union
+    length = int(device.read(work[0])) if union is None else union
     return merged[:length], reduced[:length]
 
 
@@ -71,6 +81,16 @@ def add_saturated(dense: Tensor, indices: Tensor, values: Tensor) -> None:
     _scattered(dense, indices, values, "add_saturated")
 
 
+def average(total: Tensor, divisor: float, out: Tensor | None = None) -> Tensor:
+    if total.dtype not in (torch.float32, torch.float64):
+        return definitions.average(total, divisor, out)
+    given = total.detach()
+    out = torch.empty_like(given) if out is None else out
+    bits = number_bits(divisor)
+    launch(_divide, programs_for(given.numel()), given, out, bits, given.numel(), BLOCK=BLOCK)
+    return out
+
+
 def indices_fault(indices: Tensor, size: int) -> Tensor:
     """Return whether an index is not in [0, size) or not greater than the one before it.
 
@@ -82,13 +102,14 @@ def indices_fault(indices: Tensor, size: int) -> Tensor:
     return fault.view(torch.bool)
 
 
-@triton.jit(do_not_specialize=["total", "streams", "steps"])
-def _rank(indices, bounds, order, heads, total, streams, steps, BLOCK: tl.constexpr):
-    """Write each entry's number to its place in the merged order.
+@triton.jit(do_not_specialize=["total", "streams", "steps", "length"])
+def _rank(indices, bounds, order, heads, work, total, streams, steps, length, BLOCK: tl.constexpr):
+    """Write each entry's number to its place in the merged order, and zeros to ``work``.
 
     Entries of one index are in the order of their streams; the first is the head of the run.
     """
     number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(work + number, tl.zeros([BLOCK], tl.int64), mask=number < length)
     there = number < total
     index = tl.load(indices + number, mask=there, other=0)
     rank = tl.zeros([BLOCK], dtype=tl.int64)
@@ -106,36 +127,49 @@ def _rank(indices, bounds, order, heads, total, streams, steps, BLOCK: tl.conste
     tl.store(heads + rank, head.to(tl.int8), mask=there)
 
 
-@triton.jit(do_not_specialize=["total", "streams"])
-def _reduce(
-    indices, values, order, starts, runs, union, reduced, total, streams, width,
-    OP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Reduce runs of equal indices; a lane takes one column of a run.
+@triton.jit(do_not_specialize=["total"])
+def _count(heads, counts, work, total, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    program = tl.program_id(0).to(tl.int64)
+    place = program * BLOCK + tl.arange(0, BLOCK)
+    head = tl.load(heads + place, mask=place < total, other=0) != 0
+    add_span(work + 1, 0, work, counts, program, tl.sum(head.to(tl.int32), axis=0), GROUP)
 
-    Indices of a corrupt message leave gaps in the order. What is read there is no address, and the
-    runs are too long.
+
+@triton.jit(do_not_specialize=["total", "streams", "width"])
+def _reduce(
+    indices, values, order, heads, counts, work, union, reduced, total, streams, width,
+    OP: tl.constexpr, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Reduce runs of equal indices.
+
+    Indices of a corrupt message leave gaps in the order. What is read there is no address.
     """
-    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    run, column = element // width, element % width
-    count = tl.load(runs)
-    there = run < count
-    start = tl.load(starts + run, mask=there, other=0).to(tl.int64)
-    stop = tl.load(starts + run + 1, mask=run + 1 < count, other=0).to(tl.int64)
-    stop = tl.where(run + 1 < count, stop, total)
-    length = tl.where(there, tl.minimum(stop - start, streams), 0).to(tl.int32)
-    first = tl.load(order + start, mask=there, other=0).to(tl.int64)
-    sound = there & (first >= 0) & (first < total)
-    index = tl.load(indices + first, mask=sound, other=0)
-    result = widened(tl.load(values + first * width + column, mask=sound, other=0))
-    for step in range(1, tl.max(length, axis=0)):
-        more = step < length
-        number = tl.load(order + start + step, mask=more, other=0).to(tl.int64)
-        more = more & (number >= 0) & (number < total)
-        value = widened(tl.load(values + number * width + column, mask=more, other=0))
-        result = tl.where(more, _combined(result, value, OP), result)
-    tl.store(union + run, index, mask=there & (column == 0))
-    tl.store(reduced + element, result.to(reduced.dtype.element_ty), mask=there)
+    program = tl.program_id(0).to(tl.int64)
+    place = program * POSITIONS + tl.arange(0, POSITIONS)
+    head = tl.load(heads + place, mask=place < total, other=0) != 0
+    slot = before_span(work + 1, 0, counts, program, GROUP)
+    slot += tl.cumsum(head.to(tl.int32), axis=0) - 1
+    length = head.to(tl.int32)
+    for step in range(1, streams):
+        after = (length == step) & (place + step < total)
+        length += (after & (tl.load(heads + place + step, mask=after, other=1) == 0)).to(tl.int32)
+    first = tl.load(order + place, mask=head, other=0).to(tl.int64)
+    sound = head & (first >= 0) & (first < total)
+    tl.store(union + slot, tl.load(indices + first, mask=sound, other=0), mask=head)
+    for start in range(0, width, COLUMNS):
+        column = (start + tl.arange(0, COLUMNS))[None, :]
+        there = sound[:, None] & (column < width)
+        value = tl.load(values + first[:, None] * width + column, mask=there, other=0)
+        result = widened(value)
+        for step in range(1, tl.max(length, axis=0)):
+            number = tl.load(order + place + step, mask=step < length, other=0).to(tl.int64)
+            sure = (step < length) & (number >= 0) & (number < total)
+            more = sure[:, None] & (column < width)
+            value = tl.load(values + number[:, None] * width + column, mask=more, other=0)
+            result = tl.where(more, _combined(result, widened(value), OP), result)
+        element = slot[:, None] * width + column
+        kept = head[:, None] & (column < width)
+        tl.store(reduced + element, result.to(reduced.dtype.element_ty), mask=kept)
 
 
 @triton.jit(do_not_specialize=["elements", "size"])
@@ -157,6 +191,18 @@ def _scatter(
     elif OP != "write":
         value = _combined(widened(tl.load(place, mask=there, other=0)), widened(value), OP)
     tl.store(place, value.to(dense.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["divisor", "count"])
+def _divide(total, out, divisor, count, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(total + place, mask=place < count, other=0)
+    by = tl.zeros_like(value) + number_of(divisor, value.dtype)
+    if value.dtype == tl.float32:
+        value = tl.div_rn(value, by)
+    else:  # of which Triton has no other quotient
+        value = value / by
+    tl.store(out + place, value, mask=place < count)
 
 
 @triton.jit(do_not_specialize=["count", "size"])
@@ -183,13 +229,15 @@ def _combined(first, second, OP: tl.constexpr):
     return result
 
 
-def _ranked(indices: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _ranked(indices: Tensor, lengths: Sequence[int], work: Tensor) -> tuple[Tensor, Tensor]:
     """Return the merged order of streams that lie one after another.
 
     Parameters
     ----------
     lengths
         How many of the indices each stream has.
+    work
+        int64; it is filled with zeros. It may be as long as a block of indices, or as all of them.
 
     Returns
     -------
@@ -201,8 +249,8 @@ def _ranked(indices: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
     order = indices.new_empty(total, dtype=index_dtype(total))
     heads = indices.new_empty(total, dtype=torch.int8)
     launch(
-        _rank, programs_for(total), indices, bounds, order, heads, total, len(lengths),
-        max(lengths).bit_length(), BLOCK=BLOCK,
+        _rank, programs_for(total), indices, bounds, order, heads, work, total, len(lengths),
+        max(lengths).bit_length(), work.numel(), BLOCK=BLOCK,
     )  # fmt: skip
     return order, heads
 
