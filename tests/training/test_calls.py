@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from sparcel.comm import ALL_CONTROL, Communicator
-from sparcel.schemes import Outcome, Request, Scheme
-from sparcel.schemes.plan import Plan
+from sparcel.schemes import Outcome, Scheme
+from sparcel.schemes.plan import Step
 from sparcel.stream import SparseStream
 from tests.evenly import even_averager
 
@@ -31,14 +30,8 @@ class Least(Scheme):
     def remembers(self) -> tuple[str, ...]:
         return ("memory",)
 
-    def reduce(
-        self,
-        gradient: Tensor,
-        comm: Communicator,
-        request: Request,
-        plan: Plan,
-        out: Tensor | None = None,
-    ) -> Outcome:
+    def reduce(self, step: Step) -> Outcome:
+        gradient, comm, request, _, out = step
         assert out is gradient
         with request.costs.communicating():
             comm.gather(gradient[:2].view(torch.uint8), 8, ALL_CONTROL)

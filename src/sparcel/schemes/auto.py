@@ -24,8 +24,7 @@ from sparcel.schemes.ledger import Ledger
 from sparcel.schemes.oktopk import exchange_oktopk
 from sparcel.schemes.oktopk import stages as oktopk_stages
 from sparcel.schemes.outcome import Outcome
-from sparcel.schemes.plan import Plan, Span
-from sparcel.schemes.request import Request
+from sparcel.schemes.plan import Plan, Span, Step
 from sparcel.schemes.selecting import Selecting
 from sparcel.schemes.topk import exchange_topk
 from sparcel.schemes.topk import stages_by as topk_stages_by
@@ -102,20 +101,12 @@ class Auto(Selecting):
         """The predicted seconds of a step, by method; empty before the first step."""
         return dict(self._predicted)
 
-    def reduce(
-        self,
-        gradient: Tensor,
-        comm: Communicator,
-        request: Request,
-        plan: Plan,
-        out: Tensor | None = None,
-    ) -> Outcome:
+    def reduce(self, step: Step) -> Outcome:
         """See `Scheme.reduce`."""
-        self._choose(gradient, comm, plan)
+        self._choose(step)
         # Such a step has no memory to send or keep, so it can use the engine's dense all-reduce.
         self._sent_whole = self.chosen == "dense" and not (self._owing or self._alters)
-        reduce = self._plain.reduce if self._sent_whole else super().reduce
-        return reduce(gradient, comm, request, plan, out)
+        return self._plain.reduce(step) if self._sent_whole else super().reduce(step)
 
     def _take_effect(self) -> None:
         if self._sent_whole:
@@ -138,8 +129,9 @@ class Auto(Selecting):
                 f" of {gradient.numel()} of {gradient.dtype}; make one scheme for each vector"
             )
 
-    def _choose(self, gradient: Tensor, comm: Communicator, plan: Plan) -> None:
+    def _choose(self, step: Step) -> None:
         """Choose for this step; all ranks choose the same."""
+        gradient, comm, plan = step.gradient, step.comm, step.plan
         k = sum([span.k for span in plan.spans])
         terms = (gradient.numel(), gradient.dtype, k, comm, comm.rates)
         if terms != self._terms:
@@ -196,8 +188,8 @@ class Auto(Selecting):
     def _sends_all(self, plan: Plan) -> bool:
         return self.chosen == "dense"
 
-    def _wire(self, comm: Communicator, plan: Plan) -> Wire:
-        wire = super()._wire(comm, plan)
+    def _wire(self, step: Step) -> Wire:
+        wire = super()._wire(step)
         return wire.exact if self.chosen == "dense" else wire
 
     def _exchange(self, ledger: Ledger, wire: Wire) -> SparseStream:

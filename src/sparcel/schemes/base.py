@@ -21,7 +21,7 @@ from sparcel.formats import Format
 from sparcel.profiling import profiled
 from sparcel.schemes._state import STATE_HINT, check_memory, owed_in
 from sparcel.schemes.outcome import Outcome
-from sparcel.schemes.plan import Plan, named
+from sparcel.schemes.plan import Plan, Step, named
 from sparcel.schemes.request import Request
 from sparcel.selectors import Selector, selector
 from sparcel.stream import WRITTEN, SparseStream
@@ -182,28 +182,20 @@ class Scheme(ABC):
         if self.remembers and request.scale != 1:  # without memory it concerns a rank's flush alone
             now += f", scale={request.scale}"
         plan = self.plan(gradient, comm, request)
-        job = partial(self._exchanged, gradient, comm, request, plan, out, agree)
-        return comm.call(plan.call.at(now), job)
+        step = Step(gradient, comm, request, plan, out)
+        return comm.call(plan.call.at(now), partial(self._exchanged, step, agree))
 
-    def _exchanged(
-        self,
-        gradient: Tensor,
-        comm: Communicator,
-        request: Request,
-        plan: Plan,
-        out: Tensor | None,
-        agree: bool,
-    ) -> Outcome:
+    def _exchanged(self, step: Step, agree: bool) -> Outcome:
         """Do what `_begin` does, inside the call that the ranks compare."""
         if agree:
-            self._agree(gradient, comm)
-        outcome = self.reduce(gradient, comm, request, plan, out)
-        average = outcome.average
+            self._agree(step.gradient, step.comm)
+        outcome, out = self.reduce(step), step.out
         if out is None:
             return outcome
+        average = outcome.average
         if average.indices is not None and average.finite is not False:
             with profiled("update"):
-                if out is gradient:  # `reduce` has left it zero
+                if out is step.gradient:  # `reduce` has left it zero
                     kernels.scatter(out, average.indices, average.values)
                 else:
                     average.to_dense(out=out)
@@ -230,23 +222,11 @@ class Scheme(ABC):
         return Plan(call, request.divisor(comm), size, size)
 
     @abstractmethod
-    def reduce(
-        self,
-        gradient: Tensor,
-        comm: Communicator,
-        request: Request,
-        plan: Plan,
-        out: Tensor | None = None,
-    ) -> Outcome:
+    def reduce(self, step: Step) -> Outcome:
         """Exchange, and return the average over the ranks; `commit` follows as after `begin`.
 
-        Parameters
-        ----------
-        plan
-            What `plan` returned for this step.
-        out
-            A tensor like ``gradient``, to which a dense average is written. If it is the gradient
-            itself and the average is sparse, it is zero afterwards.
+        A dense average is written to the step's ``out``. If that is the gradient itself and the
+        average is sparse, it is zero afterwards.
         """
 
     def commit(self, outcome: Outcome) -> None:

@@ -16,8 +16,7 @@ from sparcel.errors import checked_name
 from sparcel.schemes._stages import apply_stages
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.outcome import Outcome
-from sparcel.schemes.plan import Plan
-from sparcel.schemes.request import Request
+from sparcel.schemes.plan import Step
 from sparcel.stages import EngineSum, Problem, Stage, Stages, Work
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
@@ -46,19 +45,12 @@ class Dense(Scheme):
     def __post_init__(self) -> None:
         wired_dtype(self.wire, torch.float32)
 
-    def reduce(
-        self,
-        gradient: Tensor,
-        comm: Communicator,
-        request: Request,
-        plan: Plan,
-        out: Tensor | None = None,
-    ) -> Outcome:
+    def reduce(self, step: Step) -> Outcome:
         """See `Scheme.reduce`."""
-        size = gradient.numel()
-        with request.costs.communicating():
+        gradient, comm, size = step.gradient, step.comm, step.gradient.numel()
+        with step.request.costs.communicating():
             # An average cannot overflow half precision, but a sum could.
-            average = kernels.average(gradient, request.divisor(comm), out)
+            average = kernels.average(gradient, step.plan.ranks, step.out)
             wired = average.to(wired_dtype(self.wire, average.dtype))
             comm.all_reduce(wired)
             average.copy_(wired)

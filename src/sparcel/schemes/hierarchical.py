@@ -27,7 +27,7 @@ from sparcel.schemes._stages import apply_stages
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.dense import wired_dtype
 from sparcel.schemes.outcome import Outcome, averaged
-from sparcel.schemes.plan import Plan
+from sparcel.schemes.plan import Step
 from sparcel.schemes.request import Request
 from sparcel.stages import Problem, Stage, Stages, Work, copied, gather_stages
 from sparcel.stream import SparseStream
@@ -101,15 +101,9 @@ class Hierarchical(Scheme):
         """See `Scheme.connect`."""
         self.inner.connect(comm.grid(self.ranks_per_node).across)
 
-    def reduce(
-        self,
-        gradient: Tensor,
-        comm: Communicator,
-        request: Request,
-        plan: Plan,
-        out: Tensor | None = None,
-    ) -> Outcome:
+    def reduce(self, step: Step) -> Outcome:
         """See `Scheme.reduce`."""
+        gradient, comm, request, _, out = step
         here = comm.grid(self.ranks_per_node)
         node, wired = Wire(here.node), gradient.dtype
         if here.node.size > 1:

@@ -1,13 +1,16 @@
-"""What a step does, as data: the same on all ranks, and in all steps until something changes."""
+"""What a step does, as data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sparcel.comm import Call, digest
+from torch import Tensor
+
+from sparcel.comm import Call, Communicator, digest
 from sparcel.formats import RAW, Format
 from sparcel.kernels import Phase
+from sparcel.schemes.request import Request
 
 
 class Span(NamedTuple):
@@ -29,7 +32,7 @@ def named(tensors: tuple[str, ...]) -> dict[str, object]:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a step does.
+    """What a step does: the same on all ranks, and in all steps until something changes.
 
     Attributes
     ----------
@@ -55,3 +58,22 @@ class Plan:
     format: Format = RAW
     up: Phase | None = None
     down: Phase | None = None
+
+
+class Step(NamedTuple):
+    """One step of one vector: what it is given, and what it does.
+
+    ``out`` is a tensor like ``gradient``, or the gradient itself, to which the update is written;
+    None if it is wanted as a stream.
+    """
+
+    gradient: Tensor
+    comm: Communicator
+    request: Request
+    plan: Plan
+    out: Tensor | None
+
+    @property
+    def divisor(self) -> float:
+        """What the ranks' sum of unscaled values is divided by for the update."""
+        return self.plan.ranks / self.request.scale

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from sparcel._checks import checked_number, checked_whole
 from sparcel.collectives.broadcast import broadcast, message_stages
 from sparcel.collectives.halving_doubling import halving_doubling
@@ -17,7 +15,7 @@ from sparcel.errors import InputError, checked_name
 from sparcel.formats import Expected
 from sparcel.schemes._stages import STEP_OPERATIONS, apply_stages
 from sparcel.schemes.ledger import Ledger
-from sparcel.schemes.request import Request
+from sparcel.schemes.plan import Step
 from sparcel.schemes.selecting import Selecting
 from sparcel.selectors import Selector
 from sparcel.stages import Problem, Stage, Work, chosen, copied, scattered
@@ -94,19 +92,13 @@ class ScaleCom(Selecting):
         ends = self.beta_steps is not None and self.steps >= self.beta_steps
         self._memory.filter = 1.0 if ends else self.beta
 
-    def _take(
-        self,
-        gradient: Tensor,
-        ranks: int,
-        comm: Communicator,
-        request: Request,
-        clear: bool,
-    ) -> SparseStream:
+    def _take(self, step: Step) -> SparseStream:
         """Select, on the leader; the others learn in the exchange what to take."""
-        if comm.rank == self._leader(comm):
-            return super()._take(gradient, ranks, comm, request, clear)
+        if step.comm.rank == self._leader(step.comm):
+            return super()._take(step)
+        clear, request = step.out is step.gradient, step.request
         return self._memory.accumulate(
-            gradient, ranks, request.withheld, clear, request.scale
+            step.gradient, step.plan.ranks, request.withheld, clear, request.scale
         ).empty_like()
 
     def _exchange(self, ledger: Ledger, wire: Wire) -> SparseStream:

@@ -7,16 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from torch import Tensor
-
 from sparcel._checks import check_type
-from sparcel.comm import Communicator
 from sparcel.memory import Share
 from sparcel.schemes._state import STATE_HINT
 from sparcel.schemes.ledger import Ledger
 from sparcel.schemes.outcome import Outcome, averaged
-from sparcel.schemes.plan import Plan, Span
-from sparcel.schemes.request import Request
+from sparcel.schemes.plan import Plan, Span, Step
 from sparcel.schemes.sparsifier import Sparsifier, sends_all
 from sparcel.selectors import Selector
 from sparcel.selectors import selector as make_selector
@@ -71,22 +67,16 @@ class Selecting(Sparsifier):
         self._shares, self._spans = [], None
         self._loaded = [dict(one) for one in state.get("selectors", [])]
 
-    def _by_streams(
-        self,
-        gradient: Tensor,
-        comm: Communicator,
-        request: Request,
-        plan: Plan,
-        out: Tensor | None,
-    ) -> Outcome:
+    def _by_streams(self, step: Step) -> Outcome:
+        plan = step.plan
         if self._sends_all(plan):
-            return super()._by_streams(gradient, comm, request, plan, out)
+            return super()._by_streams(step)
         self._divide(plan.spans)
-        with request.costs.selecting():
-            taken = self._take(gradient, plan.ranks, comm, request, clear=out is gradient)
+        with step.request.costs.selecting():
+            taken = self._take(step)
         ledger = Ledger(self._memory, taken, plan.asked, sum([s.most for s in self._shares]))
-        wire = self._wire(comm, plan)
-        with request.costs.communicating():
+        wire = self._wire(step)
+        with step.request.costs.communicating():
             total = self._exchange(ledger, wire)
         for start, lost in wire.take_lost():
             ledger.keep(lost, start)
@@ -94,36 +84,23 @@ class Selecting(Sparsifier):
             applied = ledger.sent.within(total).indices
             assert applied is not None, "what leaves memory is sparse"
             self._memory.forget_velocity(applied)
-        average = averaged(total, plan.ranks / request.scale, gradient.dtype, out)
-        return Outcome(
-            average,
-            average.finite,
-            ledger.sent.nnz,
-            total.nnz,
-            ledger.magnitude,
-            plan.coordinates,
-            plan.asked,
-        )
+        average = averaged(total, step.divisor, step.gradient.dtype, step.out)
+        counts = ledger.sent.nnz, total.nnz, ledger.magnitude
+        return Outcome(average, average.finite, *counts, plan.coordinates, plan.asked)
 
     def _sends_all(self, plan: Plan) -> bool:
         return sends_all(plan.spans)
 
-    def _take(
-        self,
-        gradient: Tensor,
-        ranks: int,
-        comm: Communicator,
-        request: Request,
-        clear: bool,
-    ) -> SparseStream:
+    def _take(self, step: Step) -> SparseStream:
         """Take this rank's selection out of memory + gradient; leave the rest in the scratch."""
+        request = step.request
         return self._memory.select(
-            gradient,
+            step.gradient,
             self._shares,
             self.steps,
-            ranks,
+            step.plan.ranks,
             request.withheld,
-            clear,
+            step.out is step.gradient,
             request.scale,
         )
 

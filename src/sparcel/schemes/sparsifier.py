@@ -25,7 +25,7 @@ from sparcel.schemes.density import (
 )
 from sparcel.schemes.ledger import magnitude_of
 from sparcel.schemes.outcome import Outcome, averaged
-from sparcel.schemes.plan import Plan, Span
+from sparcel.schemes.plan import Plan, Span, Step
 from sparcel.schemes.request import Request
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
@@ -128,22 +128,16 @@ class Sparsifier(Scheme):
         everything = ((spans[-1].stop, 1.0),)
         return everything, everything
 
-    def reduce(
-        self,
-        gradient: Tensor,
-        comm: Communicator,
-        request: Request,
-        plan: Plan,
-        out: Tensor | None = None,
-    ) -> Outcome:
+    def reduce(self, step: Step) -> Outcome:
         """See `Scheme.reduce`."""
-        exchange = self._by_streams if plan.up is None else self._by_regions
-        if out is gradient:
-            if request.apart:
-                torch._foreach_zero_([gradient[start:stop] for start, stop in request.apart])
-            return exchange(gradient, comm, request, plan, out)
-        with emptied(gradient, request.apart):
-            return exchange(gradient, comm, request, plan, out)
+        exchange = self._by_streams if step.plan.up is None else self._by_regions
+        gradient, apart = step.gradient, step.request.apart
+        if step.out is not gradient:
+            with emptied(gradient, apart):
+                return exchange(step)
+        if apart:
+            torch._foreach_zero_([gradient[start:stop] for start, stop in apart])
+        return exchange(step)
 
     def _take_effect(self) -> None:
         super()._take_effect()
@@ -162,56 +156,37 @@ class Sparsifier(Scheme):
         super()._check(gradient)
         self._memory.check(gradient)
 
-    def _by_streams(
-        self,
-        gradient: Tensor,
-        comm: Communicator,
-        request: Request,
-        plan: Plan,
-        out: Tensor | None,
-    ) -> Outcome:
+    def _by_streams(self, step: Step) -> Outcome:
         """Send all of memory + gradient by the engine's own sum, as training without a scheme."""
-        wire, costs = self._wire(comm, plan), request.costs
-        with costs.selecting():
+        gradient, comm, request, plan, out = step
+        with request.costs.selecting():
             everything = self._memory.accumulate(
                 gradient, plan.ranks, request.withheld, scale=request.scale
             )
             leaving = magnitude_of(everything)
-        with costs.communicating():
-            total = auto.all_reduce(everything, wire, SUM, "dense", everything.size)
-            if wire.size == 1:  # the sum is the scratch itself
+        with request.costs.communicating():
+            total = auto.all_reduce(everything, self._wire(step), SUM, "dense", everything.size)
+            if comm.size == 1:  # the sum is the scratch itself
                 total = SparseStream.unchecked(None, total.values.clone(), total.size, total.finite)
         self._memory.kept.zero_()
-        average = averaged(total, plan.ranks / request.scale, gradient.dtype, out)
-        sent = plan.coordinates
+        average, sent = averaged(total, step.divisor, gradient.dtype, out), plan.coordinates
         return Outcome(average, average.finite, sent, total.nnz, leaving, sent, sent)
 
-    def _by_regions(
-        self,
-        gradient: Tensor,
-        comm: Communicator,
-        request: Request,
-        plan: Plan,
-        out: Tensor | None,
-    ) -> Outcome:
+    def _by_regions(self, step: Step) -> Outcome:
         """Send shares of memory + gradient to the owners of regions, who return shares of sums."""
+        gradient, comm, request, plan, out = step
         assert plan.up is not None and plan.down is not None, "reduce asked"
         entered = self._memory.entered(gradient, plan.ranks, request.withheld, scale=request.scale)
+        divisor = plan.ranks / request.scale
         with entered as addition, request.costs.communicating():
             returned = exchange_regions(
-                addition,
-                comm,
-                self.steps,
-                plan.up,
-                plan.down,
-                plan.ranks / request.scale,
-                out,
+                addition, comm, self.steps, plan.up, plan.down, divisor, out
             )
         return Outcome(*returned, plan.coordinates, plan.asked)
 
-    def _wire(self, comm: Communicator, plan: Plan) -> Wire:
+    def _wire(self, step: Step) -> Wire:
         """Return what carries the step's streams."""
-        return Wire(comm, plan.format, self.steps)
+        return Wire(step.comm, step.plan.format, self.steps)
 
     def format_for(self, size: int, k: int, comm: Communicator) -> Format:
         """Return the format in which ``k`` of ``size`` coordinates travel."""
