@@ -90,6 +90,8 @@ def _count(kind: str, name: str) -> None:
 def _count_operation(func: Any, crosses: bool, results: Any) -> None:
     """Count an operation of torch. Views are none to a GPU, nor is anything without entries."""
     name = func.overloadpacket.__name__
+    if name.startswith("_foreach_"):  # one kernel for many tensors, in place
+        _count("torch", name)
     found = [one for one in tree_flatten(results)[0] if isinstance(one, Tensor)]
     if func.is_view or name in _NO_KERNELS or not any(one.numel() for one in found):
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,7 +200,6 @@ class Memory:
                 " make one scheme for each vector"
             )
 
-    @contextmanager
     def entered(
         self,
         gradient: Tensor,
@@ -208,45 +207,56 @@ class Memory:
         withheld: Sequence[Range] = (),
         clear: bool = False,
         scale: float = 1.0,
-    ) -> Iterator[kernels.Addition]:
-        """Yield the addition of what enters to the residual; withheld ranges are zero.
+    ) -> AbstractContextManager[kernels.Addition]:
+        """Return a block that gets the addition of what enters to the residual.
 
-        Parameters are those of `select`. Whoever adds up leaves in scratch what is kept back.
+        Parameters are those of `select`. Withheld ranges are zero in the block. Whoever adds up
+        leaves in scratch what is kept back.
         """
         self.check(gradient)
         before = self.residual
         if before is None:
             before = gradient.new_zeros(gradient.numel(), dtype=wide_dtype(gradient.dtype))
-        self._before = before
+        self._before, self._withheld = before, withheld
         self._scratch = _like(before, self._scratch)
         self._entering = _like(before, self._entering) if self.momentum else None
-        self._withheld = withheld
-        with ExitStack() as emptied_ranges:
-            for part in (before, self.velocity):
+        if withheld:
+            return self._without(withheld, gradient, ranks, clear, scale)
+        return nullcontext(self._addition(gradient, ranks, clear, scale))
+
+    @contextmanager
+    def _without(self, withheld: Sequence[Range], *entering: Any) -> Iterator[kernels.Addition]:
+        """Do what `entered` does where ranges are withheld."""
+        with ExitStack() as ranges:
+            for part in (self._before, self.velocity):
                 if part is not None:
-                    emptied_ranges.enter_context(emptied(part, withheld))
-            yield kernels.Addition(
-                self._filtered(before),
-                gradient,
-                self._scratch,
-                scale=self._factor(gradient, ranks, scale),
-                momentum=self.momentum,
-                velocity=self.velocity,
-                entering=self._entering,
-                clear=clear,
-            )
+                    ranges.enter_context(emptied(part, withheld))
+            yield self._addition(*entering)
+
+    def _addition(
+        self, gradient: Tensor, ranks: int, clear: bool, scale: float
+    ) -> kernels.Addition:
+        before, scratch = self._before, self._scratch
+        assert before is not None and scratch is not None, "entered has made them"
+        return kernels.Addition(
+            before if self.filter == 1 else self._filtered(before),
+            gradient,
+            scratch,
+            scale=1 / scale if self.clip is None else self._factor(gradient, ranks, scale),
+            momentum=self.momentum,
+            velocity=self.velocity,
+            entering=self._entering,
+            clear=clear,
+        )
 
     def _filtered(self, residual: Tensor) -> Tensor:
         """Return what of the residual takes part in a step."""
-        if self.filter == 1:
-            return residual
         self._partial = _like(residual, self._partial)
         return torch.mul(residual, self.filter, out=self._partial)
 
     def _factor(self, gradient: Tensor, ranks: int, scale: float) -> float:
         """Return the factor that undoes the gradient's scale and clips it."""
-        if self.clip is None:
-            return 1 / scale
+        assert self.clip is not None, "only clipping asks"
         norm = kernels.norm(gradient) / scale
         if math.isinf(norm):  # no factor scales it down, so the step is void
             return math.nan
@@ -277,15 +287,16 @@ def _joined(streams: Sequence[SparseStream], shares: Sequence[Share], size: int)
 @contextmanager
 def emptied(vector: Tensor, ranges: Sequence[Range]) -> Iterator[None]:
     """Set ``ranges`` of a vector to zero during the block, and restore them after it."""
+    if not ranges:
+        yield
+        return
     parts = [vector[start:stop] for start, stop in ranges]
-    saved = [part.clone() for part in parts]
-    for part in parts:
-        part.zero_()
+    saved = torch.cat(parts)
+    torch._foreach_zero_(parts)
     try:
         yield
     finally:
-        for part, values in zip(parts, saved, strict=True):
-            part.copy_(values)
+        torch._foreach_copy_(parts, saved.split([part.numel() for part in parts]))
 
 
 def saturate(sums: Tensor) -> Tensor:

@@ -41,8 +41,8 @@ MOST_READS = {
     # what is selected, the message, the length of the sum, whether it is finite
     "topk": 4,
     "topk packed 4 bits": 4,
-    # what is selected of each region, both messages, whether it is finite
-    "bidirectional 4 bits": 8,
+    # both messages, which travel by way of the host, and whether it is finite
+    "bidirectional 4 bits": 3,
     # of the leader, of the tree's root, and with regions: see docs/how-to/gpu.md
     "scalecom": 9,
     "gtopk": 10,

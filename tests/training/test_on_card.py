@@ -6,11 +6,13 @@ import pytest
 import torch
 
 import sparcel
-from sparcel import simulate
+from sparcel import device, simulate
 from sparcel.comm import Communicator
-from sparcel.schemes import Scheme
-from sparcel.training import Averager, Scope
-from tests.card import moved, on_card, seen
+from sparcel.regions.exchange import Returned
+from sparcel.schemes import Scheme, sparsifier
+from sparcel.stream import WRITTEN
+from sparcel.training import Averager, Costs, Scope
+from tests.card import Launches, launches, moved, on_card, seen
 from tests.strategies import same_bits
 from tests.training.tensors import TENSORS, Named, gradients_of
 
@@ -67,3 +69,56 @@ def test_updates_are_those_of_the_cpu(name: str, scope: Scope) -> None:
             else:
                 assert all(same_bits(one[key], other[key]) for key in one)
         assert taken_there == pytest.approx(taken, rel=1e-5)
+
+
+BUCKETS = [[f"{layer}.{part}" for part in ("weight", "bias")] for layer in range(4)]
+
+
+def step_of(
+    comm: Communicator, finite: bool, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[torch.Tensor], Costs, int, Launches]:
+    """Return the updates, costs, waits and launches of a step whose exchanges do nothing.
+
+    They leave flags and counts on the device. The last bucket's flag is ``finite``.
+    """
+    shapes = {"weight": (40, 30), "bias": (40,)}
+    tensors = {
+        name: moved(torch.zeros(shapes[name.split(".")[1]])) for names in BUCKETS for name in names
+    }
+    averager = Averager(tensors, sparcel.scheme(), group=comm, frontload=False)
+    flags = [True, True, True, finite]
+    left = [
+        Returned(
+            WRITTEN,
+            moved(torch.tensor(flag)),
+            moved(torch.tensor(5)),
+            moved(torch.tensor(7)),
+            moved(torch.tensor(2.5, dtype=torch.float64)),
+        )
+        for flag in flags
+    ]
+    vectors = [moved(torch.ones(1240)) for _ in BUCKETS]
+    monkeypatch.setattr(sparsifier, "exchange_regions", lambda *_: left.pop(0))
+    before = device.reads()
+    with launches() as given:
+        for vector, (weight, bias) in zip(vectors, BUCKETS, strict=True):
+            averager.queue(vector, {weight: (0, 1200), bias: (1200, 1240)})
+        averager.finish()
+    reads = device.reads() - before
+    stats = averager.handle.stats()
+    assert stats.void_steps == (not finite)
+    return [seen(vector) for vector in vectors], stats.last, reads, given
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_the_host_looks_once_a_step(finite: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_card():
+        (rank,) = simulate(1, lambda comm: step_of(comm, finite, monkeypatch)).results
+    updates, costs, reads, given = rank
+    assert reads <= 2  # the carrier also reads the small tensors, to send them from the host
+    assert given.kernels() <= 20 + 4 * (not finite)
+    assert costs.selected == 4 * 5 + 4 * 40
+    assert costs.reduced == 4 * 7 + 4 * 40
+    assert costs.magnitude == (10 if finite else 7.5)
+    for update in updates:
+        assert update.isfinite().all() if finite else update.isnan().all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import sparcel
 from sparcel import simulate
 from sparcel.comm import Communicator
 from sparcel.cost import stated_rates
@@ -46,3 +47,32 @@ def test_shards_share_the_links_between_nodes() -> None:
         return ranks.comm.rates.to_json() == whole.across_nodes().to_json() != whole.to_json()
 
     assert all(simulate(4, on_rank, ranks_per_node=2).results)
+
+
+TWINS = {
+    **{f"{name} weight": torch.zeros(40, 50) for name in ("one", "other")},
+    **{f"{name} bias": torch.zeros(40) for name in ("one", "other")},
+    **{f"{name} rows": torch.zeros(60, 4) for name in ("one", "other")},
+}
+
+
+@pytest.mark.parametrize("scheme", ["bidirectional", "topk", "dense"])
+@pytest.mark.parametrize("kind", ["weight", "bias", "rows"])
+def test_ranks_that_exchange_other_tensors_of_the_same_sizes_are_told(
+    scheme: str, kind: str
+) -> None:
+    """As if a pass of theirs had used other parts of the model."""
+    rows = [name for name in TWINS if name.endswith("rows")]
+
+    def on_rank(comm: Communicator) -> None:
+        averager = even_averager(TWINS, sparcel.scheme(scheme), group=comm, rows=rows)
+        name = f"{'one' if comm.rank else 'other'} {kind}"
+        if kind == "rows":
+            averager.queue_rows(name, torch.ones(60, 4).to_sparse(1))
+        else:
+            size = TWINS[name].numel()
+            averager.queue(torch.ones(size), {name: (0, size)})
+        with pytest.raises(MismatchError, match=f"rank 0 called .*tensors='other {kind}'"):
+            averager.finish()
+
+    simulate(3, on_rank)

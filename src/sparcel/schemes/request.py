@@ -30,7 +30,7 @@ class Request:
     apart
         Ranges ``[start, stop)`` that the driver sends densely itself. The step leaves them out
         and their update is zero. The exception is a step that sends the whole gradient as it is: it
-        includes them, and says so in `Reduced.sent_whole`.
+        includes them, and says so in `Outcome.sent_whole`.
     ranks
         How many ranks the average is over, if the gradient is already a sum of several ranks'
         gradients. None: the size of the communicator.
