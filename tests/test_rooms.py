@@ -26,10 +26,9 @@ DESIGN = (ROOT / "docs/explanation/design.md").read_text()
 MAP = re.search(r"## Rooms.*?```text\n(.*?)```", DESIGN, re.DOTALL)
 
 COMPILED = "_cpu"
-"""The extension, which counts as `kernels`. It also holds the mesh of connections for `comm` and
-what joins and merges messages for `formats`, what parses and hashes for `rows`, the steps of
-linear models, and the coder of `delta`."""
-COMPILED_FOR = {"kernels", "comm", "formats", "regions", "rows", "linear", "delta"}
+"""The extension, which counts as `kernels`. It also holds the mesh of connections for `comm`, what
+parses and hashes for `rows`, the steps of linear models, and the coder of `delta`."""
+COMPILED_FOR = {"kernels", "comm", "rows", "linear", "delta"}
 
 SUB_ROOMS = {"torch", "mpi", "simulated"}
 """The rooms inside `comm`."""

@@ -10,9 +10,8 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # it is documented
 
-from sparcel import _cpu
+from sparcel import kernels
 from sparcel._checks import finite_flag
 from sparcel.errors import FormatError, InputError, MismatchError, checked_name
 from sparcel.formats.header import ALIGNMENT, DTYPE_CODES, HEADER_BYTES, Header, padded
@@ -276,9 +275,7 @@ def merge_messages(messages: Sequence[Message], like: SparseStream, op: Op) -> S
     """
     if like.width is not None or op.name is None or not messages[0][-1].is_cpu or len(messages) < 2:
         return None
-    arrays = [[to_dlpack(part) for part in message] for message in messages]
-    code, threads = DTYPE_CODES[like.dtype], torch.get_num_threads()
-    merged = _cpu.merge_messages(arrays, like.size, code, op.name, threads)
+    merged = kernels.merge_messages(messages, like.size, DTYPE_CODES[like.dtype], op)
     if merged is None:
         return None
     indices, values, finite = merged

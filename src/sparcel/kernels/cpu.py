@@ -64,6 +64,14 @@ def merge(
     return _cpu.merge(indices, values, _columns(values[0]), op.name, torch.get_num_threads())
 
 
+def merge_messages(
+    messages: Sequence[Sequence[Tensor]], size: int, dtype: int, op: Op
+) -> tuple[Tensor, Tensor, bool] | None:
+    assert op.name is not None, "only torch computes the others"
+    arrays = [[to_dlpack(part) for part in message] for message in messages]
+    return _cpu.merge_messages(arrays, size, dtype, op.name, torch.get_num_threads())
+
+
 def scatter_reduce(dense: Tensor, indices: Tensor, values: Tensor, op: Op) -> None:
     if op.name is None:
         reduce.scatter_reduce(dense, indices, values, op)

@@ -54,6 +54,27 @@ def merge(
     return merged, result.to(values.dtype)
 
 
+def merge_messages(
+    messages: Sequence[Sequence[Tensor]], size: int, dtype: int, op: Op
+) -> tuple[Tensor, Tensor, bool] | None:
+    """Do what `merge` does with sparse messages in raw formats, as they are.
+
+    Parameters
+    ----------
+    messages
+        Of streams of ``size``; see `sparcel.formats`.
+    dtype
+        The number that headers have for the dtype of the values.
+
+    Returns
+    -------
+    tuple
+        Indices, values, and whether all vectors were finite; None where messages must be decoded,
+        as here, and for any that are something else.
+    """
+    return None
+
+
 def scatter_reduce(dense: Tensor, indices: Tensor, values: Tensor, op: Op) -> None:
     """Apply ``dense[i] = op(dense[i], v)`` in place for each index and its value or row.
 
