@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from sparcel import _cpu  # noqa: E402
+from sparcel import _cpu, kernels  # noqa: E402
 from sparcel.formats import FewBits, Format, format_named  # noqa: E402
 from sparcel.kernels import Addition, Phase, Regions  # noqa: E402
 from sparcel.kernels.definitions import packing  # noqa: E402
@@ -226,28 +226,50 @@ def test_the_passes_have_the_bits_of_the_compiled_ones(
         assert same_bits(out.cpu(), expected_out)
 
 
+def repacked(draw: st.DrawFn, message: Tensor) -> Tensor:
+    """Draw a message with other places, as many: one twice, two that change places, or one past."""
+    size, count = message[16:32].view(torch.int64).tolist()
+    words = packing.packed_words(count, size)
+    places = message[message.numel() - 8 * words :].clone().view(torch.int64)
+    indices = kernels.unpack_indices(places, count, size).clone()
+    first, second = (draw(st.integers(0, count - 1)) for _ in range(2))
+    kind = draw(st.sampled_from(["twice", "swapped", "past"]))
+    if kind == "past":
+        indices[-1] += draw(st.integers(1, 64))
+    elif kind == "swapped":
+        indices[[first, second]] = indices[[second, first]]
+    else:
+        indices[first] = indices[max(first - 1, 0)]
+    made = message.clone()
+    last = int(indices.max()) >> packing.layout(count, size)[0]
+    if last + (count - 1 if count <= size // 4 else 0) < 64 * words:  # there is such a bit
+        made[message.numel() - 8 * words :] = packing.pack_indices(indices, size).view(torch.uint8)
+    return made
+
+
 @st.composite
 def damages(draw: st.DrawFn, message: Tensor, row: int) -> Tensor:
     """Draw what becomes of a message in a row of so many bytes."""
     made = message.clone()
-    words = made[:40].view(torch.int64)
-    kind = draw(st.sampled_from(["header", "byte", "tail", "tail", "swap", "count", "number"]))
-    length = message.numel()
-    if kind == "header":
-        made[draw(st.integers(0, 39))] ^= draw(st.integers(1, 255))
-    elif kind == "number":
-        words[draw(st.sampled_from([2, 3, 4]))] = draw(st.integers(-(2**63), 2**63 - 1))
-    elif kind == "count":  # another count, and the length that belongs to it
-        size, bits = int(words[2]), draw(st.sampled_from([8, 4, 2]))
-        words[3] = draw(st.integers(0, size))
-        words[4] = Format("packed", FewBits(bits, 64)).nbytes(int(words[3]), size, 4)
-        made = torch.cat([made, made.new_full((row - length,), draw(st.integers(0, 255)))])
-    elif length > 48:
-        place = draw(st.integers(length - 16 if kind == "tail" else 40, length - 1))
-        if kind == "swap":  # of what may be indices
-            made[-16:] = made[-16:].flip(0)
-        else:
-            made[place] ^= draw(st.integers(1, 255))
+    header, length = made[:40].view(torch.int64), message.numel()
+    size, count = header[2:4].tolist()
+    kinds = ["header", "number", "count", *(["byte", "end", "places", "places"] if count else [])]
+    match draw(st.sampled_from(kinds)):
+        case "header":
+            made[draw(st.integers(0, 39))] ^= draw(st.integers(1, 255))
+        case "number":
+            header[draw(st.sampled_from([2, 3, 4]))] = draw(st.integers(-(2**63), 2**63 - 1))
+        case "count":  # another count, and the length that belongs to it
+            bits = draw(st.sampled_from([8, 4, 2]))
+            header[3] = draw(st.integers(0, size))
+            header[4] = Format("packed", FewBits(bits, 64)).nbytes(int(header[3]), size, 4)
+            made = torch.cat([made, made.new_full((row - length,), draw(st.integers(0, 255)))])
+        case "byte":
+            made[draw(st.integers(40, length - 1))] ^= draw(st.integers(1, 255))
+        case "end":
+            made[draw(st.integers(length - 8, length - 1))] ^= 0x80
+        case _:
+            made = repacked(draw, message)
     return made
 
 
@@ -296,6 +318,22 @@ def test_bad_messages_are_noticed_or_mean_what_they_mean_on_the_cpu(
     if not wrong:
         assert int(found[0]) == entries
         assert not finite or same_bits(out.cpu(), expected_out)
+
+
+def test_messages_longer_than_their_row_are_bad() -> None:
+    """Even where the next row, which nobody else uses, holds the rest."""
+    size = 700
+    case = Exchange(2, size, up=((size, 0.1),), down=((size, 0.6),))
+    part, more = case.phase(case.up), case.phase(case.down)
+    message = Cpu(case, 0, more, more).enter().messages[1]
+    row_bytes = _region.row_bytes(part)
+    assert message is not None
+    assert row_bytes < message.numel() <= 2 * row_bytes
+    rows = torch.zeros(2, row_bytes, dtype=torch.uint8)
+    rows.view(-1)[: message.numel()] = message
+    added = _places.add(torch.zeros(size, device=DEVICE), rows.to(DEVICE), part, 1)
+    assert added.fault
+    assert not added.finite
 
 
 @triton.jit(do_not_specialize=["count", "length", "size", "ranks", "block_bits", "owner", "place"])
