@@ -18,7 +18,6 @@ from triton.backends.compiler import GPUTarget
 from sparcel import device, ops
 from sparcel.formats import format_named
 from sparcel.kernels import Addition, Regions, gpu
-from sparcel.kernels.gpu import _places, _selected
 from sparcel.regions import phase
 
 ARCHITECTURE = 90  # that of the H100
@@ -66,14 +65,18 @@ def call_all() -> None:
     for size in (10_000, 2**40):
         indices = torch.arange(300, dtype=torch.int32 if size < 2**31 else torch.int64)
         gpu.unpack_indices(gpu.pack_indices(indices, size), 300, size)
-    for name, shares in (("packed:4", 1), ("packed:2", 2)):
-        regions = Regions.of(memory.numel(), 3)
+    regions = Regions.of(memory.numel(), 3)
+    for name, shares, gradient in (("packed:4", 1, x), ("packed:2", 2, memory)):
         stops = tuple((regions.size * part // shares, 0.1) for part in range(1, shares + 1))
-        part = phase(regions, stops, format_named(name), torch.float32)
-        addition = Addition(memory, x, memory.clone(), 0.5)
-        left = _selected.enter(addition, part, 1, 7)
-        _places.collect(addition.scratch, left.messages, part, part, 1, 7)
-        _places.deliver(left.messages, part, 3.0, x)
+        part, everything = (
+            phase(regions, each, format_named(name), torch.float32)
+            for each in (stops, ((regions.size, 1.0),))
+        )
+        addition = Addition(memory, gradient, memory.clone(), 0.5)
+        for up, down in ((part, part), (part, everything), (everything, everything)):
+            messages = gpu.enter(addition, up, 1, 7).messages
+            gpu.collect(addition, messages, up, down, 1, 7)
+            gpu.deliver(gradient, messages, up, 3.0)
 
 
 if __name__ == "__main__":

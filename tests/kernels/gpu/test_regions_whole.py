@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -12,10 +13,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from sparcel import _cpu, device
+from sparcel import device, kernels
 from sparcel.formats import HEADER_BYTES, FewBits, Format
-from sparcel.kernels import Addition, Phase, Regions
-from sparcel.kernels.gpu import _whole as kernels
+from sparcel.kernels import Addition, Entered, Phase, Regions, gpu
 from sparcel.regions import phase
 from tests.card import launches, moved, on_card, seen
 from tests.kernels import paths
@@ -54,11 +54,14 @@ class Case:
     @property
     def phase(self) -> Phase:
         """The phase in which everything travels, up or down."""
+        # An empty vector would not travel whole; its messages tell, and the passes do not ask.
+        return replace(self.selecting(1.0), dense=True)
+
+    def selecting(self, density: float) -> Phase:
+        """Return the phase in which a share travels."""
         regions = Regions(self.size, self.ranks, self.block)
         format = Format("packed", FewBits(self.bits, self.group))
-        made = phase(regions, ((self.size, 1.0),), format, torch.float32)
-        assert made.dense or not self.size
-        return made
+        return phase(regions, ((self.size, density),), format, torch.float32)
 
     def addition(self, rank: int, place: str = "cpu") -> Addition:
         """Return what a rank adds up; its kind is that of its place among the kinds."""
@@ -91,41 +94,13 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-def compiled_enter(it: Addition, up: Phase, rank: int) -> tuple[list[Tensor | None], int, float]:
-    regions = up.regions
-    found: tuple[list[Tensor | None], int, float] = _cpu.enter(
-        it.memory, it.gradient, it.scratch, it.scale, rank, regions.ranks, regions.block,
-        up.shares, up.most, True, up.bits, up.group, 0, up.headers, 1,
-    )  # fmt: skip
-    return found
-
-
-def compiled_collect(
-    x: Tensor, arrived: list[Tensor], phase: Phase, rank: int
-) -> tuple[Tensor | None, float, int]:
-    regions, header = phase.regions, phase.headers[rank]
-    found: tuple[Tensor | None, float, int] = _cpu.collect(
-        x, arrived, header, rank, regions.ranks, regions.block, phase.shares, phase.most[rank],
-        True, phase.bits, phase.group, 0, header, 1,
-    )  # fmt: skip
-    return found
-
-
-def compiled_deliver(returned: list[Tensor], down: Phase, out: Tensor) -> tuple[int, bool, int]:
-    found: tuple[int, bool, int] = _cpu.deliver(
-        returned, down.headers, down.regions.block, down.bits, down.group, DIVISOR, out, 1
-    )
-    return found
-
-
-def rows_of(messages: list[Tensor | None], like: Phase) -> Tensor:
+def rows_of(messages: Sequence[Tensor], like: Phase) -> Tensor:
     """Return messages as a GPU has them: in rows, with garbage where there is nothing."""
     length = -(-max(like.bounds) // 16) * 16
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(0, 256, (len(messages), length), generator=generator, dtype=torch.uint8)
     for row, message in zip(rows, messages, strict=True):
-        if message is not None:
-            row[: message.numel()] = message
+        row[: message.numel()] = message
     return rows.to(DEVICE)
 
 
@@ -151,13 +126,32 @@ def alike(found: Tensor, expected: Tensor) -> bool:
     return same_bits(found.cpu()[: expected.numel()], expected)
 
 
-def close(found: Tensor, expected: float, magnitude: float) -> bool:
+def magnitude_of(additions: Sequence[Addition]) -> float:
+    """Return the sum of the magnitudes of all that ranks add up."""
+    sums = (it.memory.double() + it.scale * it.gradient for it in additions)
+    return sum(float(one.abs().sum()) for one in sums)
+
+
+def close(found: float | Tensor, expected: float | Tensor, magnitude: float) -> bool:
     """Tell whether by how much a magnitude fell is right, up to rounding in float32.
 
     Sums of the largest numbers may overflow.
     """
+    assert isinstance(found, Tensor)
     assert (found.shape, found.dtype) == ((), torch.float64)
     return not magnitude < 1e37 or abs(float(found) - expected) <= 1e-5 * magnitude
+
+
+def exchange(case: Case, up: Phase | None = None) -> tuple[list[Addition], list[Entered]]:
+    """Let each rank enter what it has, by compiled passes; all travels ``up`` unless told."""
+    additions = [case.addition(rank) for rank in range(case.ranks)]
+    entered = [kernels.enter(it, up or case.phase, rank, 0) for rank, it in enumerate(additions)]
+    return additions, entered
+
+
+def arrived(entered: Sequence[Entered], rank: int) -> list[Tensor]:
+    """Return what came to a rank."""
+    return [one.messages[rank] for one in entered]
 
 
 def check(case: Case) -> None:
@@ -165,60 +159,46 @@ def check(case: Case) -> None:
 
     Where something is not finite, all that counts is that all say so.
     """
-    up = down = case.phase
-    me, everyone = case.me, range(case.ranks)
-    additions = [case.addition(rank) for rank in everyone]
-    sent = [compiled_enter(it, up, rank) for rank, it in enumerate(additions)]
+    phase, me = case.phase, case.me
+    additions, entered = exchange(case)
     x, y = additions[me].scratch, Room(case.size, torch.float32)
     mine = replace(case.addition(me, DEVICE), scratch=y.inside)
-    sound = bool(x.isfinite().all())
-    sums = (it.memory.double() + it.scale * it.gradient for it in additions)
-    magnitude = sum(float(one.abs().sum()) for one in sums)
+    magnitude = magnitude_of(additions)
 
-    messages, count, fell = kernels.enter(mine, up, me)
-    assert (count.shape, count.dtype, int(count)) == ((), torch.int64, sent[me][1])
-    for message, expected in zip(messages, sent[me][0], strict=True):
-        if expected is not None:
-            assert is_finite(message) == is_finite(expected)
-            assert alike(message, expected) or not is_finite(expected)
-    if sound:
+    found = gpu.enter(mine, phase, me, 0)
+    assert isinstance(found.sent, Tensor)
+    assert (found.sent.shape, found.sent.dtype) == ((), torch.int64)
+    assert int(found.sent) == entered[me].sent
+    for owner, expected in enumerate(entered[me].messages):
+        if owner != me:
+            assert is_finite(found.messages[owner]) == is_finite(expected)
+            assert alike(found.messages[owner], expected) or not is_finite(expected)
+    if x.isfinite().all():
         assert same_bits(y.read(), x)
-        assert close(fell, sent[me][2], magnitude)
+        assert close(found.magnitude, entered[me].magnitude, magnitude)
 
-    arrived = [messages[me] for messages, *_ in sent]
-    came, others = rows_of(arrived, up), [one for one in arrived if one is not None]
-    halves = y.inside.copy_(x).clone()
-    expected, expected_fell, wrong = compiled_collect(x, others, up, me)
-    assert expected is not None
-    assert wrong == -1
-    message, fell, fault = kernels.collect(y.inside, came, up, down, me)
-    added = kernels.add(halves, came, up, me)
-    taken, then_fell = kernels.take_own(halves, down, me, added.finite)
-    assert not fault
-    assert not added.fault
-    assert bool(added.finite) == all(map(is_finite, others))
-    assert is_finite(message) == is_finite(taken) == is_finite(expected)
-    if is_finite(expected):
-        assert alike(message, expected)
-        assert alike(taken, expected)
+    y.inside.copy_(x)
+    came = arrived(entered, me)
+    returned = [
+        kernels.collect(it, arrived(entered, rank), phase, phase, rank, 0)
+        for rank, it in enumerate(additions)
+    ]
+    expected, rows = returned[me], rows_of(came, phase)
+    collected = gpu.collect(mine, rows, phase, phase, me, 0)
+    assert not collected.fault
+    assert is_finite(collected.message) == is_finite(expected.message)
+    if is_finite(expected.message):
+        assert alike(collected.message, expected.message)
         assert same_bits(y.read(), x)
-        assert same_bits(halves.cpu(), x)
-        assert close(fell, expected_fell, magnitude)
-        assert close(added.magnitude + then_fell, expected_fell, magnitude)
+        assert close(collected.magnitude, expected.magnitude, magnitude)
 
-    returned = []
-    for rank, it in enumerate(additions):
-        others = [one for messages, *_ in sent if (one := messages[rank]) is not None]
-        made = expected if rank == me else compiled_collect(it.scratch, others, down, rank)[0]
-        assert made is not None
-        returned.append(made)
-    average, result = torch.empty(case.size, dtype=case.out), Room(case.size, case.out)
-    entries, finite, wrong = compiled_deliver(returned, down, average)
-    assert wrong == -1
-    found = kernels.deliver(rows_of([*returned], down), down, DIVISOR, result.inside)
-    assert [one.dtype for one in found] == [torch.int64, torch.bool, torch.bool]
-    assert [int(one) for one in found] == [entries, finite, False]
-    assert same_bits(result.read(), average) or not finite
+    average, out = torch.empty(case.size, dtype=case.out), Room(case.size, case.out)
+    messages = [one.message for one in returned]
+    told = kernels.deliver(average, messages, phase, DIVISOR)
+    delivered = gpu.deliver(out.inside, rows_of(messages, phase), phase, DIVISOR)
+    assert [one.dtype for one in delivered] == [torch.int64, torch.bool, torch.bool]
+    assert [int(one) for one in delivered] == [*told]
+    assert same_bits(out.read(), average) or not told.finite
 
 
 @given(cases())
@@ -237,30 +217,23 @@ def test_headers_of_many_ranks() -> None:
     check(Case(70, 200, kinds=(*["zeros"] * 69, "special"), me=2))
 
 
-@pytest.mark.parametrize(
-    ("up", "down"), [((4, 64), (8, 16)), ((2, 8), (4, 32)), ((8, 32), (2, 64))], ids=str
-)
-def test_what_returns_may_be_in_other_bits(up: tuple[int, int], down: tuple[int, int]) -> None:
-    first, then = (Case(3, 500, bits=bits, group=group, me=1) for bits, group in (up, down))
-    (_, x, _), (_, arrived, _) = exchange(first)
-    came = rows_of(arrived, first.phase)
-    y = x.to(DEVICE, copy=True)
-    message, _, fault = kernels.collect(y, came, first.phase, then.phase, 1)
-    assert not fault
-    halfway = x.to(DEVICE, copy=True)
-    kernels.add(halfway, came, first.phase, 1)
-    x.copy_(halfway)
-    expected = compiled_collect(x, [], then.phase, 1)[0]
-    assert expected is not None
-    assert alike(message, expected)
-    assert same_bits(y.cpu(), x)
-
-
-def exchange(case: Case) -> tuple[list[Tensor], list[list[Tensor | None]]]:
-    """Return what each rank has entered, and the messages that come to it."""
-    additions = [case.addition(rank) for rank in range(case.ranks)]
-    sent = [compiled_enter(it, case.phase, rank)[0] for rank, it in enumerate(additions)]
-    return [it.scratch for it in additions], [list(came) for came in zip(*sent, strict=True)]
+@given(cases())
+@settings(max_examples=10)
+def test_everything_may_return_of_a_selection(case: Case) -> None:
+    up, down, me = case.selecting(0.1), case.phase, case.me
+    additions, entered = exchange(case, up)
+    it, came = additions[me], arrived(entered, me)
+    y = Room(case.size, torch.float32)
+    y.inside.copy_(it.scratch)
+    mine = replace(case.addition(me, DEVICE), scratch=y.inside)
+    expected = kernels.collect(it, came, up, down, me, 0)
+    found = gpu.collect(mine, rows_of(came, up), up, down, me, 0)
+    assert not found.fault
+    assert is_finite(found.message) == is_finite(expected.message)
+    if is_finite(expected.message):
+        assert alike(found.message, expected.message)
+        assert same_bits(y.read(), it.scratch)
+        assert close(found.magnitude, expected.magnitude, magnitude_of(additions))
 
 
 @given(st.integers(0, HEADER_BYTES - 1), st.integers(1, 255), st.sampled_from([0, 2]))
@@ -268,25 +241,26 @@ def exchange(case: Case) -> tuple[list[Tensor], list[list[Tensor | None]]]:
 @settings(max_examples=10)
 def test_a_changed_header_is_a_fault(place: int, other: int, source: int) -> None:
     """Only the flag of what is not finite may be another."""
-    case = Case(3, 150)
+    case = Case(3, 150, me=1)
     fault = (place, other) != (FINITE_AT, NON_FINITE)
-    up = down = case.phase
-    (_, x, _), (_, arrived, _) = exchange(case)
-    damaged = arrived[source]
-    assert damaged is not None
-    damaged[place] ^= other
-    message, _, found = kernels.collect(x.to(DEVICE), rows_of(arrived, up), up, down, 1)
-    assert bool(found) == fault
-    assert not is_finite(message)
+    phase = case.phase
+    additions, entered = exchange(case)
+    came = [one.clone() for one in arrived(entered, 1)]
+    came[source][place] ^= other
+    mine = replace(case.addition(1, DEVICE), scratch=additions[1].scratch.to(DEVICE, copy=True))
+    found = gpu.collect(mine, rows_of(came, phase), phase, phase, 1, 0)
+    assert bool(found.fault) == fault
+    assert not is_finite(found.message)
 
-    returned = [compiled_collect(x.clone(), [], down, rank)[0] for rank in range(3)]
-    damaged = returned[source]
-    assert damaged is not None
-    damaged[place] ^= other
+    returned = [
+        kernels.collect(it, arrived(entered, rank), phase, phase, rank, 0).message
+        for rank, it in enumerate(additions)
+    ]
+    returned[source][place] ^= other
     out = torch.empty(case.size, device=DEVICE)
-    _, finite, found = kernels.deliver(rows_of(returned, down), down, DIVISOR, out)
-    assert bool(found) == fault
-    assert not finite
+    delivered = gpu.deliver(out, rows_of(returned, phase), phase, DIVISOR)
+    assert bool(delivered.fault) == fault
+    assert not delivered.finite
 
 
 @given(st.sampled_from([8, 4, 2]), st.integers(1, 200), st.integers(0, 99))
@@ -295,42 +269,39 @@ def test_any_codes_and_scales_are_read_as_the_compiled_passes_do(
     bits: int, size: int, seed: int
 ) -> None:
     case = Case(2, size, bits=bits, group=16)
-    (x, _), (arrived, _) = exchange(case)
-    message = arrived[1]
-    assert message is not None
-    payload = message[HEADER_BYTES:]
-    generator = torch.Generator().manual_seed(seed)
-    payload.random_(0, 256, generator=generator)
-    y, phase = x.to(DEVICE, copy=True), case.phase
-    made, _, fault = kernels.collect(y, rows_of(arrived, phase), phase, phase, 0)
-    expected = compiled_collect(x, [message], phase, 0)[0]
-    assert expected is not None
-    assert not fault
-    assert is_finite(made) == is_finite(expected)
-    if is_finite(expected):
-        assert alike(made, expected)
+    phase = case.phase
+    additions, entered = exchange(case)
+    came = arrived(entered, 0)
+    came[1][HEADER_BYTES:].random_(0, 256, generator=torch.Generator().manual_seed(seed))
+    x = additions[0].scratch
+    y = x.to(DEVICE, copy=True)
+    mine = replace(case.addition(0, DEVICE), scratch=y)
+    found = gpu.collect(mine, rows_of(came, phase), phase, phase, 0, 0)
+    expected = kernels.collect(additions[0], came, phase, phase, 0, 0)
+    assert not found.fault
+    assert is_finite(found.message) == is_finite(expected.message)
+    if is_finite(expected.message):
+        assert alike(found.message, expected.message)
         assert same_bits(y.cpu(), x)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the card stands for a GPU where there is none")
 def test_a_pass_takes_two_launches_and_waits_for_nothing() -> None:
     case = Case(3, 300, me=1)
-    (_, x, _), (_, arrived, _) = exchange(case)
-    up = case.phase
-    it, before = case.addition(1), device.reads()
+    phase, before = case.phase, device.reads()
+    additions, entered = exchange(case)
+    it, rows = case.addition(1), rows_of(arrived(entered, 1), phase)
     with on_card():
-        addition = Addition(*map(moved, (it.memory, it.gradient, it.scratch)))
-        came, y, out = map(moved, (rows_of(arrived, up), x, x))
+        mine = Addition(*map(moved, (it.memory, it.gradient, it.scratch)))
+        came, out = moved(rows), moved(it.gradient)
         with launches() as enter:
-            messages, *_ = kernels.enter(addition, up, 1)
+            found = kernels.enter(mine, phase, 1, 0)
+        assert same_bits(seen(mine.scratch), additions[1].scratch)
+        assert alike(seen(found.messages[0]), entered[1].messages[0])
         with launches() as collect:
-            kernels.collect(y, came, up, up, 1)
+            kernels.collect(mine, came, phase, phase, 1, 0)
         with launches() as deliver:
-            kernels.deliver(came, up, DIVISOR, out)
+            kernels.deliver(out, came, phase, DIVISOR)
         for one in (enter, collect, deliver):
             assert (len(one.triton), one.torch, one.copies) == (2, [], [])
-        assert same_bits(seen(addition.scratch), x)
-        expected = compiled_enter(it, up, 1)[0][0]
-        assert expected is not None
-        assert alike(seen(messages)[0], expected)
     assert device.reads() == before

@@ -10,43 +10,20 @@ import triton
 import triton.language as tl
 
 from sparcel.kernels.gpu._coding import decode_rows, encode_rows, pack, scale_bits, unpack
+from sparcel.kernels.gpu._region import HEADER, NON_FINITE, codes_of, length_of
 
-_HEADER = tl.constexpr(40)
 _WORDS = tl.constexpr(5)  # of 64 bits: kind and flags, detail, size, count, length
 _FLAGS = tl.constexpr(7)  # the place of the flags
 _NON_FINITE = tl.constexpr(2)  # one of them
-_NON_FINITE_BIT = tl.constexpr(2 << 56)  # in the first word
 HEADERS = tl.constexpr(64)  # headers at a time
-
-
-@triton.jit
-def length_of(region, size, ranks, log_block):
-    """Return how many coordinates a region has (int64)."""
-    blocks = size >> log_block  # whole ones
-    turns = blocks // ranks
-    left = blocks - turns * ranks
-    rest = tl.where(region == left, size - (blocks << log_block), 0)
-    return (((turns + (region < left).to(tl.int32)) << log_block) + rest).to(tl.int64)
-
-
-@triton.jit
-def _codes_at(length, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Return where a message's codes begin, after the header and the scales."""
-    SCALE_BYTES: tl.constexpr = 4 if BITS == 2 else 2
-    return _HEADER + ((length + GROUP - 1) // GROUP * SCALE_BYTES + 7) // 8 * 8
-
-
-@triton.jit
-def _end(length, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Return how many bytes a message has."""
-    return _codes_at(length, BITS, GROUP) + (length * BITS + 63) // 64 * 8
 
 
 @triton.jit
 def _header(length, begins, detail, BITS: tl.constexpr, GROUP: tl.constexpr):
     """Return the words of headers of messages about so many coordinates, ``[HEADERS, 8]``."""
     lane = tl.arange(0, 8)[None, :]
-    counts = tl.where(lane < 4, length, _end(length, BITS, GROUP))
+    _, end = codes_of(length, BITS, GROUP)
+    counts = tl.where(lane < 4, length, end)
     return tl.where(lane == 0, begins, tl.where(lane == 1, detail, counts))
 
 
@@ -59,7 +36,7 @@ def _word_pointers(messages, row, stride):
 
 @triton.jit
 def check(
-    came, stride, rank, size, ranks, log_block, begins, detail,
+    came, stride, rank, size, ranks, block_bits, begins, detail,
     OWN: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Tell whether a message says that it is not finite, and whether a header is a wrong one.
@@ -75,10 +52,11 @@ def check(
         if OWN:
             there = there & (row != rank)
             region = tl.zeros_like(row) + rank
-        expected = _header(length_of(region, size, ranks, log_block), begins, detail, BITS, GROUP)
+        length = length_of(size, ranks, block_bits, region).to(tl.int64)
+        expected = _header(length, begins, detail, BITS, GROUP)
         found = tl.load(_word_pointers(came, row, stride), mask=there, other=0)
         differing = tl.where(there, found ^ expected, 0)
-        flag = tl.where(lane == 0, _NON_FINITE_BIT, 0)
+        flag = tl.where(lane == 0, NON_FINITE, 0)
         bad |= ((differing & flag) != 0).to(tl.int32)
         fault |= ((differing & ~flag) != 0).to(tl.int32)
     fault_anywhere = tl.max(tl.max(fault, axis=1), axis=0)
@@ -87,7 +65,7 @@ def check(
 
 @triton.jit
 def begin_rows(
-    messages, stride, first, rows, region, bad, size, ranks, log_block, begins, detail,
+    messages, stride, first, rows, region, bad, size, ranks, block_bits, begins, detail,
     BITS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Write headers, and the padding of scales and codes, before these are written over it.
@@ -96,14 +74,13 @@ def begin_rows(
     """
     lane = tl.arange(0, 8)[None, :]
     row = first + tl.arange(0, HEADERS)[:, None]
-    length = length_of(region, size, ranks, log_block)
-    begins = begins | tl.where(bad != 0, _NON_FINITE_BIT, 0)
+    length = length_of(size, ranks, block_bits, region).to(tl.int64)
+    begins = begins | tl.where(bad != 0, NON_FINITE, 0)
     header = _header(length, begins, detail, BITS, GROUP)
     to = _word_pointers(messages, row, stride)
     tl.store(to, header, mask=(row < rows) & (lane < _WORDS))
-    last_scales = _codes_at(length, BITS, GROUP) // 8 - 1
-    last_codes = _end(length, BITS, GROUP) // 8 - 1
-    padding = tl.where(lane == 0, last_scales, last_codes) - lane
+    codes_at, end = codes_of(length, BITS, GROUP)
+    padding = (tl.where(lane == 0, codes_at, end) >> 3) - 1 - lane
     zero = tl.zeros([HEADERS, 8], tl.int64)
     tl.store(to + padding, zero, mask=(row < rows) & (lane < 2) & (length > 0))
 
@@ -121,7 +98,7 @@ def write_tile(
         tl.reshape(x, [ROWS, GROUP]), there, 0, BITS, ROWS, LOG_GROUP, False, True
     )
     bits = scale_bits(low, True)
-    scales = message + _HEADER
+    scales = message + HEADER
     inside = row * GROUP < length
     if BITS == 2:
         bits = bits | (scale_bits(high, True) << 16)
@@ -142,9 +119,10 @@ def _code_words(
     message, place, length, TILE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr
 ):
     """Return where the words of codes are, the numbers of a tile's, and which of these exist."""
-    words = message + _codes_at(length, BITS, GROUP)
+    codes_at, _ = codes_of(length, BITS, GROUP)
+    words = (message + codes_at).to(tl.pointer_type(tl.int32), bitcast=True)
     word = place * BITS // 32 + tl.arange(0, TILE * BITS // 32)
-    return words.to(tl.pointer_type(tl.int32), bitcast=True), word, word * (32 // BITS) < length
+    return words, word, word * (32 // BITS) < length
 
 
 @triton.jit
@@ -153,7 +131,7 @@ def read_tile(message, place, length, TILE: tl.constexpr, BITS: tl.constexpr, GR
     ROWS: tl.constexpr = TILE // GROUP
     row = place // GROUP + tl.arange(0, ROWS)
     inside = row * GROUP < length
-    scales = message + _HEADER
+    scales = message + HEADER
     if BITS == 2:
         from_ = scales.to(tl.pointer_type(tl.int32), bitcast=True) + row
         both = tl.load(from_, mask=inside, other=0)

@@ -93,16 +93,22 @@ def tile_of(first, ranks, block_bits, owner, TILE: tl.constexpr):
 
 
 @triton.jit
+def codes_of(count, BITS: tl.constexpr, GROUP: tl.constexpr):
+    """Return where the codes of a message of ``count`` values (int64) begin and end."""
+    groups = (count + (GROUP - 1)) // GROUP
+    scales = 4 * groups if BITS == 2 else 2 * groups
+    codes_at = HEADER + ((scales + 7) >> 3 << 3)
+    return codes_at, codes_at + ((count * BITS + 63) >> 6 << 3)
+
+
+@triton.jit
 def parts_of(count, length, BITS: tl.constexpr, GROUP: tl.constexpr):
     """Return how a message of ``count`` of ``length`` coordinates, both int64, is laid out.
 
     Where the codes and the places begin, the bytes of all, the bits of the bitmap, the low bits of
     an index, and whether the bitmap is one of all coordinates; see `kernels.pack_indices`.
     """
-    groups = (count + (GROUP - 1)) // GROUP
-    scales = 4 * groups if BITS == 2 else 2 * groups
-    codes_at = HEADER + ((scales + 7) >> 3 << 3)
-    places_at = codes_at + ((count * BITS + 63) >> 6 << 3)
+    codes_at, places_at = codes_of(count, BITS, GROUP)
     plain = count > (length >> 2)
     ratio = length // tl.maximum(count, 1)
     low_bits = tl.sum(((ratio >> tl.arange(0, 32)) > 0).to(tl.int32), axis=0) - 1

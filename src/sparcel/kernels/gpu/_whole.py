@@ -6,8 +6,7 @@ headers of those that came; the second is over the vector.
 
 from __future__ import annotations
 
-import struct
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -17,63 +16,60 @@ from torch import Tensor
 from sparcel.kernels.addition import Addition
 from sparcel.kernels.gpu._bits import magnitude_bits
 from sparcel.kernels.gpu._compact import load_inside
-from sparcel.kernels.gpu._dense import HEADERS, begin_rows, check, length_of, read_tile, write_tile
+from sparcel.kernels.gpu._dense import HEADERS, begin_rows, check, read_tile, write_tile
 from sparcel.kernels.gpu._launch import launch
+from sparcel.kernels.gpu._region import (
+    TILE,
+    WARPS,
+    add_last,
+    kind_of,
+    layout_of,
+    length_of,
+    row_bytes,
+    skipped,
+)
 from sparcel.kernels.phase import Phase
 
-_TILE = 2048  # the most coordinates a program; they lie in one block
-_WARPS = 8  # so a lane holds 8 coordinates of a whole tile
-_ROW = 16  # the rows of messages begin at multiples of it
-
-_FIRST_PART = tl.constexpr(2)  # after the sum, and the number of programs that are done
-_SUMMED = tl.constexpr(2048)  # parts at a time
+_TICKET, _PARTS = tl.constexpr(1), tl.constexpr(2)  # after the sum of parts; see `_add_up`
 
 
 @triton.jit
-def _begin_parts(parts):
-    tl.store(parts + tl.arange(0, _FIRST_PART), tl.zeros([_FIRST_PART], tl.float64))
+def _begin_parts(parts, sum):
+    tl.store(parts, sum)
+    tl.store(parts + _TICKET, 0.0)
 
 
 @triton.jit
 def _add_up(parts, part):
-    """Let the program that is the last to come add up all parts, in the order of programs."""
-    programs = tl.num_programs(0)
-    tl.store(parts + _FIRST_PART + tl.program_id(0), part)
-    done = tl.atomic_add((parts + 1).to(tl.pointer_type(tl.int32), bitcast=True), 1)
-    if done == programs - 1:
-        number = tl.arange(0, _SUMMED)
-        total = tl.zeros([_SUMMED], tl.float64)
-        for first in range(0, programs, _SUMMED):
-            place = first + number
-            # Past the first cache, which does not see what other processors write.
-            total += tl.load(
-                parts + _FIRST_PART + place, mask=place < programs, other=0.0, cache_modifier=".cg"
-            )
-        tl.store(parts, tl.sum(total, axis=0))
+    """Add the parts of all programs to the sum with which they begin."""
+    ticket = (parts + _TICKET).to(tl.pointer_type(tl.int32), bitcast=True)
+    total, last = add_last(part, parts + _PARTS, ticket)
+    if last:
+        tl.store(parts, tl.load(parts) + total)
 
 
 @triton.jit(do_not_specialize=["rank", "begins", "detail"])
 def _begin_enter(
-    messages, stride, parts, sent, rank, size, ranks, log_block, begins, detail,
+    messages, stride, parts, sent, rank, size, ranks, block_bits, begins, detail,
     BITS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     for first in range(0, ranks, HEADERS):
         region = first + tl.arange(0, HEADERS)[:, None]
         begin_rows(
-            messages, stride, first, ranks, region, 0, size, ranks, log_block, begins, detail,
+            messages, stride, first, ranks, region, 0, size, ranks, block_bits, begins, detail,
             BITS, GROUP,
         )  # fmt: skip
-    tl.store(sent, size - length_of(rank, size, ranks, log_block))
-    _begin_parts(parts)
+    tl.store(sent, size - length_of(size, ranks, block_bits, rank).to(tl.int64))
+    _begin_parts(parts, 0.0)
 
 
 @triton.jit
-def _owned(tile, ranks, log_block, TILE: tl.constexpr):
+def _owned(tile, ranks, block_bits, TILE: tl.constexpr):
     """Return the owner of a tile of the vector, where it begins there, and where in the region."""
     first = tile * TILE
-    block = first >> log_block
+    block = first >> block_bits
     turn = block // ranks
-    place = (turn << log_block) + first - (block << log_block)
+    place = (turn << block_bits) + first - (block << block_bits)
     # Beyond the end, places pass 31 bits.
     return block - turn * ranks, _tile_at(first, TILE), _tile_at(place, TILE)
 
@@ -113,12 +109,12 @@ def _keep(before, after, x, at, size, WHOLE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank"])
 def _enter(
-    memory, gradient, scale, scratch, messages, stride, parts, rank, size, ranks, log_block,
+    memory, gradient, scale, scratch, messages, stride, parts, rank, size, ranks, block_bits,
     TILE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, LOG_GROUP: tl.constexpr,
 ):  # fmt: skip
-    owner, first, place = _owned(tl.program_id(0), ranks, log_block, TILE)
+    owner, first, place = _owned(tl.program_id(0), ranks, block_bits, TILE)
     message = messages + owner.to(tl.int64) * stride
-    length = length_of(owner, size, ranks, log_block)
+    length = length_of(size, ranks, block_bits, owner).to(tl.int64)
     others = owner != rank
     if first + TILE <= size:
         part = _enter_tile(
@@ -133,44 +129,28 @@ def _enter(
     _add_up(parts, part)
 
 
-@triton.jit(do_not_specialize=["rank", "begins", "detail", "up_begins", "up_detail"])
+@triton.jit(do_not_specialize=["rank", "begins", "detail"])
 def _begin_collect(
-    came, stride, finite, fault, message, parts, rank, size, ranks, log_block,
-    up_begins, up_detail, begins, detail,
-    ADDS: tl.constexpr, TAKES: tl.constexpr, UP_BITS: tl.constexpr, UP_GROUP: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr,
+    came, stride, flag, fell, message, parts, rank, size, ranks, block_bits,
+    begins, detail, ADDS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     if ADDS:
         bad, wrong = check(
-            came,
-            stride,
-            rank,
-            size,
-            ranks,
-            log_block,
-            up_begins,
-            up_detail,
-            True,
-            UP_BITS,
-            UP_GROUP,
+            came, stride, rank, size, ranks, block_bits, begins, detail, True, BITS, GROUP
         )
-        tl.store(finite, bad == 0)
-        tl.store(fault, wrong != 0)
+        tl.store(flag, wrong != 0)
+        _begin_parts(parts, 0.0)
     else:
-        bad = (tl.load(finite) == 0).to(tl.int32)
-    if TAKES:
-        region = tl.zeros([HEADERS, 1], tl.int32) + rank
-        begin_rows(
-            message, 0, 0, 1, region, bad, size, ranks, log_block, begins, detail, BITS, GROUP
-        )
-    _begin_parts(parts)
+        bad = (tl.load(flag) == 0).to(tl.int32)
+        _begin_parts(parts, tl.load(fell))
+    region = tl.zeros([HEADERS, 1], tl.int32) + rank
+    begin_rows(message, 0, 0, 1, region, bad, size, ranks, block_bits, begins, detail, BITS, GROUP)
 
 
 @triton.jit
 def _collect_tile(
     x, came, stride, message, rank, ranks, first, place, length, size,
-    WHOLE: tl.constexpr, ADDS: tl.constexpr, TAKES: tl.constexpr, TILE: tl.constexpr,
-    UP_BITS: tl.constexpr, UP_GROUP: tl.constexpr,
+    WHOLE: tl.constexpr, ADDS: tl.constexpr, TILE: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, LOG_GROUP: tl.constexpr,
 ):  # fmt: skip
     at = first + tl.arange(0, TILE)
@@ -179,46 +159,43 @@ def _collect_tile(
     if ADDS:
         for other in range(ranks - 1):
             source = other + (other >= rank).to(tl.int64)
-            after += read_tile(came + source * stride, place, length, TILE, UP_BITS, UP_GROUP)
-    if TAKES:
-        if not WHOLE:
-            after = tl.where(at < size, after, 0.0)
-        after = write_tile(after, message, place, length, TILE, BITS, GROUP, LOG_GROUP)
+            after += read_tile(came + source * stride, place, length, TILE, BITS, GROUP)
+    if not WHOLE:
+        after = tl.where(at < size, after, 0.0)
+    after = write_tile(after, message, place, length, TILE, BITS, GROUP, LOG_GROUP)
     return _keep(before, after, x, at, size, WHOLE, TILE)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def _collect(
-    x, came, stride, message, parts, rank, size, ranks, log_block,
-    ADDS: tl.constexpr, TAKES: tl.constexpr, TILE: tl.constexpr,
-    UP_BITS: tl.constexpr, UP_GROUP: tl.constexpr,
+    x, came, stride, message, parts, rank, size, ranks, block_bits,
+    ADDS: tl.constexpr, TILE: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, LOG_GROUP: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0) * TILE
-    turn = place >> log_block
-    first = _tile_at(place + ((turn * (ranks - 1) + rank) << log_block), TILE)
+    first = _tile_at(place + skipped(place, ranks, block_bits, rank), TILE)
     place = _tile_at(place, TILE)
-    length = length_of(rank, size, ranks, log_block)
+    length = length_of(size, ranks, block_bits, rank).to(tl.int64)
     if first + TILE <= size:
         part = _collect_tile(
             x, came, stride, message, rank, ranks, first, place, length, size,
-            True, ADDS, TAKES, TILE, UP_BITS, UP_GROUP, BITS, GROUP, LOG_GROUP,
+            True, ADDS, TILE, BITS, GROUP, LOG_GROUP,
         )  # fmt: skip
     else:
         part = _collect_tile(
             x, came, stride, message, rank, ranks, first, place, length, size,
-            False, ADDS, TAKES, TILE, UP_BITS, UP_GROUP, BITS, GROUP, LOG_GROUP,
+            False, ADDS, TILE, BITS, GROUP, LOG_GROUP,
         )  # fmt: skip
     _add_up(parts, part)
 
 
 @triton.jit(do_not_specialize=["begins", "detail"])
 def _begin_deliver(
-    came, stride, entries, finite, fault, size, ranks, log_block, begins, detail,
+    came, stride, entries, finite, fault, size, ranks, block_bits, begins, detail,
     BITS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     bad, wrong = check(
-        came, stride, 0, size, ranks, log_block, begins, detail, False, BITS, GROUP
+        came, stride, 0, size, ranks, block_bits, begins, detail, False, BITS, GROUP
     )  # fmt: skip
     tl.store(entries, tl.cast(size, tl.int64))
     tl.store(finite, bad == 0)
@@ -244,12 +221,12 @@ def _deliver_tile(
 
 @triton.jit
 def _deliver(
-    came, stride, divisor, out, finite, size, ranks, log_block,
+    came, stride, divisor, out, finite, size, ranks, block_bits,
     TILE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    owner, first, place = _owned(tl.program_id(0), ranks, log_block, TILE)
+    owner, first, place = _owned(tl.program_id(0), ranks, block_bits, TILE)
     message = came + owner.to(tl.int64) * stride
-    length = length_of(owner, size, ranks, log_block)
+    length = length_of(size, ranks, block_bits, owner).to(tl.int64)
     if first + TILE <= size:
         _deliver_tile(
             message, divisor, out, finite, first, place, length, size, True,
@@ -262,82 +239,61 @@ def _deliver(
         )  # fmt: skip
 
 
-class Added(NamedTuple):
-    """What `add` tells: whether all that came is finite, whether a message was bad (bool), and by
-    how much the magnitude of the region fell (float64), in tensors ``[]``.
-    """
-
-    finite: Tensor
-    fault: Tensor
-    magnitude: Tensor
-
-
 def enter(addition: Addition, up: Phase, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `sparcel.kernels.enter` does: the messages, how many entries, the magnitude."""
-    scratch, layout, coding = addition.scratch, _layout(up), _coding(up)
+    scratch, layout, coding = addition.scratch, layout_of(up), _coding(up)
     tile, programs = _tiles(up, scratch.numel())
-    messages = scratch.new_empty(up.regions.ranks, _row_bytes(up), dtype=torch.uint8)
+    messages = scratch.new_empty(up.regions.ranks, row_bytes(up), dtype=torch.uint8)
     sent = scratch.new_empty((), dtype=torch.int64)
     parts, stride = _parts(scratch, programs), messages.stride(0)
-    launch(_begin_enter, 1, messages, stride, parts, sent, rank, *layout, *_kind(up), **coding)
+    launch(_begin_enter, 1, messages, stride, parts, sent, rank, *layout, *kind_of(up), **coding)
     launch(
         _enter, programs, addition.memory, addition.gradient.detach(), addition.scale, scratch,
         messages, stride, parts, rank, *layout, TILE=tile, LOG_GROUP=_log_group(up), **coding,
-        num_warps=_WARPS, enable_fp_fusion=False,
+        num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return messages, sent, parts[0]
 
 
-def collect(
-    x: Tensor, arrived: Tensor, up: Phase, down: Phase, rank: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `sparcel.kernels.collect` does: the message, the magnitude, and the fault."""
-    finite, fault = x.new_empty(2, dtype=torch.bool)
-    message, magnitude = _collected(x, arrived, up, down, rank, finite, fault)
-    return message, magnitude, fault
+def collect(x: Tensor, arrived: Tensor, down: Phase, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `sparcel.kernels.collect` does: the message, the magnitude, and the fault.
 
-
-def add(x: Tensor, arrived: Tensor, up: Phase, rank: int) -> Added:
-    """Add what arrived to the own region of ``x``, where another phase is taken out of it."""
-    finite, fault = x.new_empty(2, dtype=torch.bool)
-    _, magnitude = _collected(x, arrived, up, up, rank, finite, fault, takes=False)
-    return Added(finite, fault, magnitude)
-
-
-def take_own(x: Tensor, down: Phase, rank: int, finite: Tensor) -> tuple[Tensor, Tensor]:
-    """Take out of the own region of ``x`` what all ranks get, after another phase was added to it.
-
-    Return the message and by how much the magnitude fell. The message says that it is not finite
-    if ``finite``, a bool ``[]``, or the region is not.
+    Where everything goes up, everything comes ``down``, in the same format.
     """
-    return _collected(x, x, down, down, rank, finite, finite, adds=False)
+    fault = x.new_empty((), dtype=torch.bool)
+    return *_collected(x, arrived, down, rank, fault, x), fault
+
+
+def take_own(
+    x: Tensor, down: Phase, rank: int, finite: Tensor, magnitude: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Take out of the own region of ``x`` what all get, after others' selections were added to it.
+
+    ``finite``, a bool ``[]``, is whether these are; the ``magnitude`` of the region fell by so much
+    (float64 ``[]``) as they were added. Return the message, and by how much it fell in all.
+    """
+    return _collected(x, None, down, rank, finite, magnitude)
 
 
 def _collected(
-    x: Tensor,
-    arrived: Tensor,
-    up: Phase,
-    down: Phase,
-    rank: int,
-    finite: Tensor,
-    fault: Tensor,
-    adds: bool = True,
-    takes: bool = True,
+    x: Tensor, arrived: Tensor | None, down: Phase, rank: int, flag: Tensor, fell: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the message and the magnitude; write the flags, or read ``finite`` if nothing adds."""
+    """Take out of the own region what all get, after what ``arrived``, if anything, is added.
+
+    The ``flag`` tells whether a message was bad, or else whether all that was added is finite.
+    """
     tile, programs = _tiles(down, down.regions.length(rank))
-    message = x.new_empty(_row_bytes(down) if takes else 0, dtype=torch.uint8)
-    parts, stride, layout = _parts(x, programs), arrived.stride(0), _layout(down)
-    coding = _coding(down)
-    coding.update(ADDS=adds, TAKES=takes, UP_BITS=up.bits, UP_GROUP=up.group)
+    message = x.new_empty(row_bytes(down), dtype=torch.uint8)
+    came = message if arrived is None else arrived
+    parts, stride, layout = _parts(x, programs), came.stride(0), layout_of(down)
+    constants = {"ADDS": arrived is not None, **_coding(down)}
     launch(
-        _begin_collect, 1, arrived, stride, finite, fault, message, parts, rank, *layout,
-        *_kind(up), *_kind(down), **coding,
+        _begin_collect, 1, came, stride, flag, fell, message, parts, rank, *layout,
+        *kind_of(down), **constants,
     )  # fmt: skip
     launch(
-        _collect, programs, x, arrived, stride, message, parts, rank, *layout,
-        TILE=tile, LOG_GROUP=_log_group(down), **coding,
-        num_warps=_WARPS, enable_fp_fusion=False,
+        _collect, programs, x, came, stride, message, parts, rank, *layout,
+        TILE=tile, LOG_GROUP=_log_group(down), **constants, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return message, parts[0]
 
@@ -349,43 +305,27 @@ def deliver(
     entries = out.new_empty((), dtype=torch.int64)
     finite, fault = out.new_empty(2, dtype=torch.bool)
     tile, programs = _tiles(down, out.numel())
-    stride, layout, coding = returned.stride(0), _layout(down), _coding(down)
+    stride, layout, coding = returned.stride(0), layout_of(down), _coding(down)
     launch(
-        _begin_deliver, 1, returned, stride, entries, finite, fault, *layout, *_kind(down),
+        _begin_deliver, 1, returned, stride, entries, finite, fault, *layout, *kind_of(down),
         **coding,
     )  # fmt: skip
     launch(
         _deliver, programs, returned, stride, divisor, out, finite, *layout,
-        TILE=tile, **coding, num_warps=_WARPS,
+        TILE=tile, **coding, num_warps=WARPS,
     )  # fmt: skip
     return entries, finite, fault
 
 
 def _tiles(phase: Phase, size: int) -> tuple[int, int]:
     """Return how many coordinates a program takes, and how many programs take ``size``."""
-    tile = min(phase.regions.block, _TILE)
+    tile = min(phase.regions.block, TILE)
     return tile, triton.cdiv(size, tile)
-
-
-def _row_bytes(phase: Phase) -> int:
-    """Return how many bytes lie between the messages of two ranks."""
-    return -(-max(phase.bounds) // _ROW) * _ROW
 
 
 def _parts(x: Tensor, programs: int) -> Tensor:
     """Return memory for what `_add_up` adds up."""
-    return x.new_empty(_FIRST_PART.value + programs, dtype=torch.float64)
-
-
-def _layout(phase: Phase) -> tuple[int, int, int]:
-    regions = phase.regions
-    return regions.size, regions.ranks, regions.block.bit_length() - 1
-
-
-def _kind(phase: Phase) -> tuple[int, int]:
-    """Return the words of headers that do not depend on the region."""
-    begins, detail = struct.unpack_from("<qq", phase.headers[0])
-    return begins, detail
+    return x.new_empty(_PARTS.value + programs, dtype=torch.float64)
 
 
 def _coding(phase: Phase) -> dict[str, Any]:

@@ -38,12 +38,12 @@ def collect(
         return regions.collect(addition, arrived, up, down, rank, step)
     x, rows = addition.scratch, _rows(arrived)
     if up.dense:  # and so is what comes down
-        return Collected(*_whole.collect(x, rows, up, down, rank))
+        return Collected(*_whole.collect(x, rows, down, rank))
     if not down.dense:
         return Collected(*_places.collect(x, rows, up, down, rank, step))
     added = _places.add(x, rows, up, rank)
-    message, fell = _whole.take_own(x, down, rank, added.finite)
-    return Collected(message, added.magnitude + fell, added.fault)
+    made = _whole.take_own(x, down, rank, added.finite, added.magnitude)
+    return Collected(*made, added.fault)
 
 
 def deliver(
