@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from itertools import count
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -261,7 +262,9 @@ def steps_in_both_ways(comm: Communicator, names: Iterable[str]) -> None:
 
 
 def average_in_both_ways(comm: Communicator, name: str, sharded: bool) -> None:
-    """Check the same of an averager, with small tensors that are averaged densely.
+    """Check the same of an averager, with a small tensor that is averaged densely.
+
+    Over NCCL the host waits for a step of regions once, at its end.
 
     Parameters
     ----------
@@ -270,25 +273,31 @@ def average_in_both_ways(comm: Communicator, name: str, sharded: bool) -> None:
     """
     with connected(comm) as far:
         shard = Shard(comm.rank % 2, {}) if sharded else None
+        tensors = {key: put(TENSORS[key], far) for key in ("first", "bias")}
         found = []
         for way in (carry(comm, far.device), far):
             averager = Averager(
-                {key: put(one, way) for key, one in TENSORS.items()},
+                tensors,
                 scheme_on(name, comm.size // (2 if sharded else 1)),
                 group=way,
                 carrier="nccl" if way is far else "host",
+                frontload=False,
                 shard=shard,
             )
             updates = []
             for step in range(2):  # of which the first is void
                 gradients = gradients_of(comm.rank, step)
                 if step == 0 and comm.rank == 0:
-                    gradients["second"][3, 4] = torch.inf
-                update = averager.average({key: put(one, way) for key, one in gradients.items()})
-                updates += [got(update[key]) for key in TENSORS]
+                    gradients["first"][3, 4] = torch.inf
+                there = {key: put(gradients[key], far) for key in tensors}
+                with patch.object(device, "_read", wraps=device._read) as reads:
+                    update = averager.average(there)
+                updates += [got(update[key]) for key in tensors]
             assert ("over NCCL" in repr(averager.handle)) == (way is far)
             found.append(updates)
         assert all(map(same_bits, *found))
+        if "bidirectional" in name and not sharded:
+            assert reads.call_count == 1
 
 
 def train_in_both_ways(comm: Communicator, place: str, **settings: Any) -> None:
@@ -315,7 +324,8 @@ def end_in(comm: Communicator, program: str) -> tuple[str, str, float]:
     """Return the kind and text of the error of an exchange that cannot end, and the seconds.
 
     The exchange is a swap, for which the host waits in the read of what came. ``program`` is what
-    the culprit does: die, come late, call something else, or the same at another time.
+    the culprit does: die, come late, call something else, or swap in another call, which a frame
+    or a mark tells.
     """
     call, other = Call.of("step", {"size": 40}), Call.of("step", {"size": 50})
     with connected(comm) as far:
@@ -332,13 +342,15 @@ def end_in(comm: Communicator, program: str) -> tuple[str, str, float]:
             if program == "late" and culprit:
                 time.sleep(3 * SHORT_TIMEOUT)
             if program == "other" and culprit:
-                device.read(far.call(other, lambda: far.gather_blocks(there[0], [48] * comm.size)))
-            mixed = program == "mixed" and culprit
+                device.read(far.call(other, lambda: far.gather_blocks(there[0, :40], bounds)))
+            mixed = program in ("mixed", "marked") and culprit
             arrived = far.call(other if mixed else call, lambda: far.swap(there, bounds, len))
             assert isinstance(arrived, Tensor)
             device.read(arrived)
             if program == "mixed":
                 far.gather_numbers(0)
+            if program == "marked":
+                device.read(far.gather_blocks(there[0, :40], bounds))
 
         start = time.monotonic()
         with pytest.raises((CommunicationError, MismatchError)) as caught:
@@ -351,6 +363,7 @@ ENDS = {
     "late": ("CommunicationError", "waited 1.5 s"),
     "other": ("MismatchError", "rank 1 called step(size=50)"),
     "mixed": ("MismatchError", "another call"),
+    "marked": ("MismatchError", "another call"),
 }
 """The kind and text of the errors of `end_in`."""
 

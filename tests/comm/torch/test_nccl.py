@@ -120,8 +120,9 @@ def test_averages_have_the_bits_of_those_by_way_of_the_host(run_on, world_size, 
     run_on(world_size, nccl.average_in_both_ways, name, sharded)
 
 
-def test_ranks_that_mixed_up_calls_find_it_at_the_next_frame(run_on):
-    nccl.check_ends(run_on(2, nccl.end_in, "mixed"), "mixed")
+@pytest.mark.parametrize("program", ["mixed", "marked"])
+def test_ranks_that_mixed_up_calls_find_it_at_the_next_frame_or_mark(run_on, program):
+    nccl.check_ends(run_on(2, nccl.end_in, program), program)
 
 
 @pytest.mark.slow

@@ -7,7 +7,8 @@ the host waits.
 NCCL compares no calls, and reports no process that died. So
 
 - a frame holds the fingerprint of its call, and of all transfers without frames before it; ranks
-  that differ in one of these find it at their next exchange with frames;
+  that differ in one of these find it at their next exchange with frames; blocks of known lengths
+  have no frames and carry the same, which is compared on the device;
 - what is in a row begins with a header, which its reader checks on the device: of another length,
   size or format it is a fault;
 - ranks that wait for one another in different calls are found by the executor's monitor;
@@ -39,7 +40,7 @@ from sparcel import _cpu
 from sparcel.comm.addresses import gloo_address
 from sparcel.comm.engine import ALL_CONTROL, Arrived, Bounds, Leaving, LostPeerError, PeerErrors
 from sparcel.comm.sockets import connect_all
-from sparcel.device import put, read
+from sparcel.device import later, put, read
 from sparcel.ops import Op
 
 _FRAME_BYTES = 4096
@@ -51,7 +52,7 @@ _WATCHDOG_SECONDS = 60.0
 """How long after the timeout torch's watchdog ends the process, if all else has failed."""
 
 _PAST_BITS = 31
-"""The bits of a frame's call that tell of the transfers without frames before it."""
+"""The bits, above those of a call, that tell of the transfers without frames before it."""
 
 Pair = tuple[int, Tensor, Tensor]
 """A peer, what it gets, and where what it sends goes."""
@@ -125,7 +126,7 @@ class NcclEngine:
         peers = list(dict.fromkeys([*sends, *receives]))
         framed = min(control, _FRAME_BYTES - _HEAD_BYTES)
         leaving = [self._divided(sends.get(peer, ()), control, framed) for peer in peers]
-        call |= self._past << 32
+        call = self._marked(call)
         frames = self._exchange_frames(peers, leaving, call)
         heads = frames[:, :_HEAD_BYTES].contiguous().view(torch.int64).tolist()
         for peer, (nbytes, theirs) in zip(peers, heads, strict=True):
@@ -144,6 +145,20 @@ class NcclEngine:
             for peer, held, rest in zip(peers, begun, rests, strict=True)
         }
         return {peer: arrived[peer] for peer in receives}
+
+    def gather(self, block: Tensor, nbytes: int, call: int) -> Tensor:
+        """Send all ranks a block of up to ``nbytes`` bytes; return rows that begin with the blocks.
+
+        The host does not wait; `sparcel.device.later` tells ranks in other calls.
+        """
+        mark = put([self._marked(call)], self.device, torch.int64).view(torch.uint8)
+        begun = self._on_device([block])
+        row = torch.cat([begun, begun.new_empty(nbytes - begun.numel()), mark])
+        arrived = row.new_empty(self.size, row.numel())
+        self._transfer(_spread, arrived.view(-1), row)
+        others = (arrived[:, nbytes:] != mark).any(dim=1)
+        later(others.any(), lambda: self._errors.other_call(read(others).tolist().index(True)))
+        return arrived[:, :nbytes]
 
     def all_reduce(self, tensor: Tensor, op: Op, call: int) -> None:
         """See `Engine.all_reduce`."""
@@ -182,6 +197,10 @@ class NcclEngine:
     def _remember(self, call: int, length: int) -> None:
         """Let later frames tell of a transfer without frames."""
         self._past = (31 * self._past + 7 * call + length) % (1 << _PAST_BITS)
+
+    def _marked(self, call: int) -> int:
+        """Return the fingerprint of a call with that of all transfers without frames before it."""
+        return call | self._past << 32
 
     def _divided(self, parts: Sequence[Tensor], control: int, framed: int) -> tuple[Tensor, Tensor]:
         """Return the up to ``framed`` bytes of a message that its frame holds, and the rest."""
