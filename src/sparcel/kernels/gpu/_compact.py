@@ -14,25 +14,21 @@ from torch import Tensor
 
 from sparcel.kernels.gpu._bits import bits_width, magnitude_bits
 from sparcel.kernels.gpu._launch import launch
-from sparcel.kernels.gpu._radix import add_counts, count_field, way_to
+from sparcel.kernels.gpu._radix import add_counts, count_field, no_counts, way_to
 from sparcel.kernels.gpu._work import (
-    AT_HISTOGRAMS,
-    AT_PASSED,
-    AT_ROOM,
-    AT_SELECTED,
-    AT_TIED,
-    EQUAL,
     FIELD,
     GROUP,
-    LARGER,
-    LENGTH,
-    PASSING,
     SPAN,
     add_span,
     before_span,
     groups_at,
+    histogram_at,
     levels_of,
+    passed_at,
+    room_at,
+    selected_at,
     spans_of,
+    tied_at,
 )
 
 _TILE = 4096
@@ -82,10 +78,10 @@ def _mark_largest(
     span = tl.program_id(0).to(tl.int64)
     kth, room = way_to(work, size, k, LEVELS, LIMITED, WIDTH, FIELD)
     if span == 0:
-        tl.store(work + AT_SELECTED + AT_ROOM, room)
+        tl.store(room_at(selected_at(work)), room)
     stop = size.to(tl.int64)
     if LIMITED:
-        stop = tl.minimum(tl.load(work + AT_PASSED), stop)
+        stop = tl.minimum(tl.load(passed_at(work)), stop)
     spans = tl.num_programs(0).to(tl.int64)
     words = spans * (SPAN // 32)
     count, tied = 0, 0
@@ -101,8 +97,9 @@ def _mark_largest(
         tied += equal
     groups = groups_at(work, WIDTH, FIELD)
     counts = marks + 2 * words
-    add_span(groups, LARGER, work + AT_SELECTED + AT_PASSED, counts, span, count, GROUP)
-    add_span(groups, EQUAL, work + AT_SELECTED + AT_TIED, counts + spans, span, tied, GROUP)
+    rule = selected_at(work)
+    add_span(groups, 1, passed_at(rule), counts, span, count, GROUP)
+    add_span(groups, 2, tied_at(rule), counts + spans, span, tied, GROUP)
 
 
 @triton.jit
@@ -136,18 +133,18 @@ def _emit(
     taken = _ones(passing)
     if SELECTED:
         tied = tl.load(marks + words + word)
-        room = tl.load(work + AT_SELECTED + AT_ROOM)
+        room = tl.load(room_at(selected_at(work)))
         counts = marks + 2 * words
-        before = before_span(groups, EQUAL, counts + spans, span, GROUP)
+        before = before_span(groups, 2, counts + spans, span, GROUP)
         there = _ones(tied)
         tie_number = before + tl.cumsum(there, axis=0) - there
         taken += tl.minimum(tl.maximum(room - tie_number, 0), there).to(tl.int32)
-        start = before_span(groups, LARGER, counts, span, GROUP) + tl.minimum(before, room)
+        start = before_span(groups, 1, counts, span, GROUP) + tl.minimum(before, room)
         passing = passing | tied
     else:
-        start = before_span(groups, PASSING, marks + words, span, GROUP)
+        start = before_span(groups, 0, marks + words, span, GROUP)
     slot = start + tl.cumsum(taken, axis=0) - taken
-    found = tl.zeros((LENGTH,), tl.int32)
+    found = no_counts()
     for _ in range(tl.max(_ones(passing), axis=0)):
         more = passing != 0
         lane = _lowest(passing) & 31  # of a word without bits it would be 32
@@ -172,7 +169,7 @@ def _emit(
         slot += kept.to(tl.int64)
         passing = passing & (passing - 1)
     if COUNTED:
-        add_counts(work + AT_HISTOGRAMS, found)
+        add_counts(histogram_at(work, 0), found)
 
 
 def marks_for(x: Tensor, kinds: int) -> Tensor:

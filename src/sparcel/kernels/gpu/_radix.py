@@ -14,13 +14,12 @@ from torch import Tensor
 from sparcel.kernels.gpu._bits import bits_width, magnitude_bits
 from sparcel.kernels.gpu._launch import launch
 from sparcel.kernels.gpu._work import (
-    AT_ABOVE,
-    AT_HISTOGRAMS,
-    AT_PASSED,
-    AT_PATH,
     FIELD,
-    LENGTH,
+    above_at,
+    histogram_at,
     levels_of,
+    passed_at,
+    path_at,
 )
 
 TILE = 1024
@@ -29,16 +28,22 @@ _MANY = 1 << 20
 
 
 @triton.jit
+def no_counts():
+    """Return the counts of a histogram, of which there are BINS, before anything is counted."""
+    return tl.zeros((2048,), tl.int32)
+
+
+@triton.jit
 def count_field(bits, counted, shift, field):
     """Return how often each value of a field of the bits occurs."""
     value = ((bits >> shift) & ((1 << field) - 1)).to(tl.int32)
-    return tl.histogram(value, LENGTH, mask=counted)
+    return tl.histogram(value, 2048, mask=counted)
 
 
 @triton.jit
 def add_counts(counts, found):
     """Add to common counts, in any order."""
-    bins = tl.arange(0, LENGTH)
+    bins = tl.arange(0, 2048)
     tl.atomic_add(counts + bins, found.to(tl.int64), mask=found > 0, sem="relaxed")
 
 
@@ -48,7 +53,7 @@ def descend(counts, needed, field):
 
     All that there are if these are fewer. If none is needed, the largest value.
     """
-    bins = tl.arange(0, LENGTH)
+    bins = tl.arange(0, 2048)
     found = tl.load(counts + bins)
     needed = tl.minimum(needed, tl.sum(found, axis=0))
     reaching = tl.cumsum(found, axis=0, reverse=True)
@@ -72,16 +77,16 @@ def way_to(
     if LEVEL < 2:
         needed = upper + k
         if LIMITED:
-            passed = tl.load(work + AT_PASSED)
-            fit = (passed <= size) & ((passed >= k) | (tl.load(work + AT_ABOVE) == 0))
+            passed = tl.load(passed_at(work))
+            fit = (passed <= size) & ((passed >= k) | (tl.load(above_at(work)) == 0))
             needed = tl.where(fit, needed, 0)
     else:
-        upper = tl.load(work + AT_PATH + 2 * (LEVEL - 1))
-        needed = tl.load(work + AT_PATH + 2 * (LEVEL - 1) + 1)
+        path = path_at(work, LEVEL - 1)
+        upper, needed = tl.load(path), tl.load(path + 1)
     if LEVEL > 0:
         LEFT: tl.constexpr = WIDTH - (LEVEL - 1) * FIELD
         BITS: tl.constexpr = FIELD if LEFT > FIELD else LEFT
-        place, needed = descend(work + AT_HISTOGRAMS + (LEVEL - 1) * LENGTH, needed, BITS)
+        place, needed = descend(histogram_at(work, LEVEL - 1), needed, BITS)
         upper = (upper << BITS) | place
     return upper, needed
 
@@ -95,20 +100,21 @@ def _count_level(
     program = tl.program_id(0).to(tl.int64)
     upper, needed = way_to(work, size, k, LEVEL, LIMITED, WIDTH, FIELD)
     if program == 0:
-        tl.store(work + AT_PATH + 2 * LEVEL, upper)
-        tl.store(work + AT_PATH + 2 * LEVEL + 1, needed)
+        path = path_at(work, LEVEL)
+        tl.store(path, upper)
+        tl.store(path + 1, needed)
     stop = size.to(tl.int64)
     if LIMITED:
-        stop = tl.minimum(tl.load(work + AT_PASSED), stop)
+        stop = tl.minimum(tl.load(passed_at(work)), stop)
     LEFT: tl.constexpr = WIDTH - LEVEL * FIELD
     BITS: tl.constexpr = FIELD if LEFT > FIELD else LEFT
-    found = tl.zeros((LENGTH,), tl.int32)
+    found = no_counts()
     for part in range(PARTS):
         place = (program * PARTS + part) * TILE + tl.arange(0, TILE)
         bits = magnitude_bits(tl.load(x + place, mask=place < stop, other=0.0))
         counted = (bits != 0) & ((bits >> LEFT) == upper)  # there are no bits above the first field
         found += count_field(bits, counted, LEFT - BITS, BITS)
-    add_counts(work + AT_HISTOGRAMS + LEVEL * LENGTH, found)
+    add_counts(histogram_at(work, LEVEL), found)
 
 
 def find_kth(x: Tensor, k: int, work: Tensor, limited: bool) -> None:

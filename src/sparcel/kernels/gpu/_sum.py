@@ -19,16 +19,15 @@ from sparcel.kernels.gpu._bits import (
 from sparcel.kernels.gpu._compact import ROWS, load_inside, mark_tile, marks_for
 from sparcel.kernels.gpu._launch import launch
 from sparcel.kernels.gpu._work import (
-    AT_ABOVE,
-    AT_FAULT,
-    AT_PASSED,
-    AT_SELECTED,
     FIELD,
     GROUP,
-    PASSING,
+    RULE_LENGTH,
     SPAN,
+    above_at,
     add_span,
     groups_at,
+    passed_at,
+    selected_at,
     spans_of,
 )
 
@@ -135,21 +134,22 @@ def _begin(
             memory, gradient, velocity, scale, momentum, size, rank, ADDED, SCALED, MOVING,
             FIELD, FIRST, SECOND, NEXT, SAMPLES,
         )  # fmt: skip
-        field = tl.arange(0, AT_SELECTED)
-        rule = tl.where(field == AT_ABOVE, tl.maximum(threshold - 1, 0), 0)
-        tl.store(work + field, rule)
+        field = tl.arange(0, 8)
+        at_above = field == 1  # as `above_at` has it
+        tl.store(work + field, tl.where(at_above, tl.maximum(threshold - 1, 0), 0))
     else:
-        place = AT_SELECTED + (program - 1) * SAMPLES + tl.arange(0, SAMPLES)
-        tl.store(work + place, tl.zeros((SAMPLES,), tl.int64), mask=place < length)
+        place = (program - 1) * SAMPLES + tl.arange(0, SAMPLES)
+        zeros = tl.zeros((SAMPLES,), tl.int64)
+        tl.store(selected_at(work) + place, zeros, mask=place < length)
 
 
 def sample(sum: Sum, work: Tensor, samples: int, rank: int) -> None:
     """Fill ``work`` with zeros, and write the threshold that a sample gives."""
     first = bits_width(sum.memory.dtype) - FIELD
-    second = max(0, first - FIELD)
+    second, length = max(0, first - FIELD), work.numel() - RULE_LENGTH
     launch(
-        _begin, 1 + triton.cdiv(work.numel(), samples), *sum[:5], sum.memory.numel(), work,
-        work.numel(), rank, **sum.parts,
+        _begin, 1 + triton.cdiv(length, samples), *sum[:5], sum.memory.numel(), work, length, rank,
+        **sum.parts,
         FIELD=FIELD, FIRST=first, SECOND=second, NEXT=first - second, SAMPLES=samples,
         num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
@@ -182,14 +182,14 @@ def _add_span(
         if ADDED:
             _store_inside(scratch, place, total, size, WHOLE)
             peak = tl.max(tl.max(bits, axis=1), axis=0)
-            tl.atomic_max(work + AT_FAULT, 1, mask=is_infinite(peak), sem="relaxed")
+            tl.atomic_max(work, 1, mask=is_infinite(peak), sem="relaxed")
         if KEPT:
             _store_inside(entering_to, place, entering, size, WHOLE)
         if CLEAR:
             zero = tl.zeros_like(total).to(gradient.dtype.element_ty)
             _store_inside(gradient, place, zero, size, WHOLE)
         if MARK:
-            above_all = tl.load(work + AT_ABOVE).to(bits.dtype)
+            above_all = tl.load(above_at(work)).to(bits.dtype)
             word = span * (SPAN // 32) + row
             found, _ = mark_tile(bits, above_all, 0, word, above, above, False)
             count += found
@@ -218,7 +218,7 @@ def _add_and_mark(
     if MARK:
         counts = marks + tl.num_programs(0).to(tl.int64) * (SPAN // 32)
         groups = groups_at(work, WIDTH, FIELD)
-        add_span(groups, PASSING, work + AT_PASSED, counts, span, count, GROUP)
+        add_span(groups, 0, passed_at(work), counts, span, count, GROUP)
 
 
 def accumulate(sum: Sum, addition: Addition, work: Tensor, marking: bool) -> Tensor | None:

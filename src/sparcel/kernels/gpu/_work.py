@@ -3,6 +3,9 @@
 It is one tensor, int64, that begins as zeros. First come two rules, for what passes a threshold and
 for what is selected; then the way to the k-th largest and the histograms on it (see `_radix`); then
 how many pass of each group of spans, of each kind.
+
+Kernels get its places from functions that have them as literals: Triton compares all global numbers
+of a kernel at each launch, which takes the host as long as two arguments do.
 """
 
 from __future__ import annotations
@@ -17,8 +20,6 @@ from sparcel.kernels.gpu._bits import bits_width
 FIELD = 11
 BINS = 1 << FIELD
 """The most bits that a histogram tells apart, and its length."""
-LENGTH = tl.constexpr(BINS)
-"""The same, for kernels."""
 
 SPAN = 8192
 """Entries of a vector that one program marks or emits."""
@@ -35,15 +36,7 @@ RULE_LENGTH = 8
 _HEAD = 4 * RULE_LENGTH
 """Numbers before the histograms: two rules, and a path of up to 2 * 6."""
 _KINDS = 4
-"""What is counted of a group: what passes the threshold, and what is selected or may be."""
-
-AT_FAULT, AT_ABOVE, AT_PASSED = tl.constexpr(FAULT), tl.constexpr(ABOVE), tl.constexpr(PASSED)
-AT_ROOM, AT_TIED = tl.constexpr(ROOM), tl.constexpr(TIED)
-AT_SELECTED = tl.constexpr(RULE_LENGTH)
-AT_PATH = tl.constexpr(2 * RULE_LENGTH)
-AT_HISTOGRAMS, KINDS = tl.constexpr(_HEAD), tl.constexpr(_KINDS)
-PASSING, LARGER, EQUAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""The same for kernels, and the places of what comes after the first rule."""
+"""Counts of a group: what passes the threshold (0), what is above the k-th (1), its equals (2)."""
 
 
 def levels_of(dtype: torch.dtype) -> int:
@@ -67,16 +60,53 @@ def work_length(x: Tensor) -> int:
 
 
 @triton.jit
+def above_at(rule):
+    return rule + 1
+
+
+@triton.jit
+def passed_at(rule):
+    return rule + 2
+
+
+@triton.jit
+def room_at(rule):
+    return rule + 3
+
+
+@triton.jit
+def tied_at(rule):
+    return rule + 4
+
+
+@triton.jit
+def selected_at(work):
+    """Return where the rule is for what is selected."""
+    return work + 8
+
+
+@triton.jit
+def path_at(work, LEVEL: tl.constexpr):
+    """Return where the upper bits before a level are; how many are needed follows."""
+    return work + 16 + 2 * LEVEL
+
+
+@triton.jit
+def histogram_at(work, LEVEL: tl.constexpr):
+    return work + 32 + 2048 * LEVEL
+
+
+@triton.jit
 def groups_at(work, WIDTH: tl.constexpr, FIELD: tl.constexpr):
     """Return where the counts of groups are, for magnitudes of ``WIDTH`` bits."""
-    return work + AT_HISTOGRAMS + (WIDTH + FIELD - 1) // FIELD * LENGTH
+    return histogram_at(work, (WIDTH + FIELD - 1) // FIELD)
 
 
 @triton.jit
 def add_span(groups, kind, total, counts, span, count, GROUP: tl.constexpr):
     """Write the count of a span, and add it to that of its group and to the total."""
     tl.store(counts + span, count)
-    tl.atomic_add(groups + span // GROUP * KINDS + kind, count.to(tl.int64), sem="relaxed")
+    tl.atomic_add(groups + span // GROUP * 4 + kind, count.to(tl.int64), sem="relaxed")
     tl.atomic_add(total, count.to(tl.int64), sem="relaxed")
 
 
@@ -87,7 +117,7 @@ def before_span(groups, kind, counts, span, GROUP: tl.constexpr):
     sums = tl.zeros((GROUP,), tl.int64)
     for first in range(0, group, GROUP):
         place = first + number
-        sums += tl.load(groups + place * KINDS + kind, mask=place < group, other=0)
+        sums += tl.load(groups + place * 4 + kind, mask=place < group, other=0)
     place = group * GROUP + number
     sums += tl.load(counts + place, mask=place < span, other=0).to(tl.int64)
     return tl.sum(sums, axis=0)

@@ -23,7 +23,7 @@ from sparcel.kernels.definitions.select import bracket_of
 from sparcel.kernels.gpu._bits import bits_of, magnitude_bits
 from sparcel.kernels.gpu._compact import emit, mark_largest
 from sparcel.kernels.gpu._launch import launch
-from sparcel.kernels.gpu._radix import TILE, add_counts, count_field, find_kth, parted
+from sparcel.kernels.gpu._radix import TILE, add_counts, count_field, find_kth, no_counts, parted
 from sparcel.kernels.gpu._rows import largest_of_chunks
 from sparcel.kernels.gpu._search import lower_bound
 from sparcel.kernels.gpu._sum import accumulate, mark, sample, sum_of, vector_alone
@@ -32,7 +32,6 @@ from sparcel.kernels.gpu._work import (
     BINS,
     FAULT,
     FIELD,
-    LENGTH,
     PASSED,
     ROOM,
     RULE_LENGTH,
@@ -218,7 +217,7 @@ def _histogram(
     PREFIXED: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
-    found = tl.zeros((LENGTH,), tl.int32)
+    found = no_counts()
     for part in range(PARTS):
         place = (program * PARTS + part) * TILE + tl.arange(0, TILE)
         bits = magnitude_bits(tl.load(x + place, mask=place < size, other=0.0))
@@ -243,7 +242,7 @@ def _count_by_limit(
     """Count the entries by the last limit that they reach."""
     program = tl.program_id(0).to(tl.int64)
     least = tl.maximum(tl.load(limits), 1)
-    found = tl.zeros((LENGTH,), tl.int32)
+    found = no_counts()
     for part in range(PARTS):
         place = (program * PARTS + part) * TILE + tl.arange(0, TILE)
         bits = magnitude_bits(tl.load(x + place, mask=place < size, other=0.0))
