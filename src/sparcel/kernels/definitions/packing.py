@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from sparcel.device import put
 from sparcel.kernels.definitions.common import index_dtype
 from sparcel.kernels.definitions.reduce import indices_fault
 
@@ -52,7 +53,7 @@ def join_message(
     control = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     if finite is None:
         return (torch.cat([control, payload]),) if payload.is_cpu else (control, payload)
-    words = control.view(torch.int64).to(payload.device)
+    words = put(control.view(torch.int64), payload.device, torch.int64)
     words[:1] |= torch.where(finite, 0, void)
     return (torch.cat([words.view(torch.uint8), payload]),)
 

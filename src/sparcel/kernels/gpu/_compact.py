@@ -186,7 +186,7 @@ def mark_largest(x: Tensor, k: int, work: Tensor, limited: bool) -> Tensor:
     launch(
         _mark_largest, spans_of(x.numel()), x, x.numel(), work, k, marks,
         LIMITED=limited, LEVELS=levels_of(x.dtype), WIDTH=bits_width(x.dtype), FIELD=FIELD,
-        SPAN=SPAN, ROWS=ROWS, GROUP=GROUP,
+        SPAN=SPAN, ROWS=ROWS // 4, GROUP=GROUP,  # lanes read one entry at a time
     )  # fmt: skip
     return marks
 
