@@ -217,12 +217,15 @@ def test_headers_of_many_ranks() -> None:
     check(Case(70, 200, kinds=(*["zeros"] * 69, "special"), me=2))
 
 
-@given(cases())
+@given(cases(), st.booleans())
+@example(Case(3, 700), True)
 @settings(max_examples=10)
-def test_everything_may_return_of_a_selection(case: Case) -> None:
+def test_everything_may_return_of_a_selection(case: Case, flagged: bool) -> None:
     up, down, me = case.selecting(0.1), case.phase, case.me
     additions, entered = exchange(case, up)
     it, came = additions[me], arrived(entered, me)
+    if flagged and case.ranks > 1:
+        came[me - 1][FINITE_AT] |= NON_FINITE
     y = Room(case.size, torch.float32)
     y.inside.copy_(it.scratch)
     mine = replace(case.addition(me, DEVICE), scratch=y.inside)
