@@ -10,9 +10,6 @@ import triton.language as tl
 
 from sparcel.kernels.definitions import few_bits
 
-_SMALLEST = tl.constexpr(few_bits.SMALLEST)
-_LARGEST = tl.constexpr(few_bits.LARGEST)
-
 
 @triton.jit
 def _rounded(scale, NARROW: tl.constexpr, UP: tl.constexpr):
@@ -52,12 +49,14 @@ def _two_means(magnitude, length, ROWS: tl.constexpr, LOG_WIDTH: tl.constexpr):
 def encode_rows(
     x, length, random, BITS: tl.constexpr, ROWS: tl.constexpr, LOG_WIDTH: tl.constexpr,
     STOCHASTIC: tl.constexpr, NARROW: tl.constexpr,
+    SMALLEST: tl.constexpr = few_bits.SMALLEST, LARGEST: tl.constexpr = few_bits.LARGEST,
 ):  # fmt: skip
     """Return the codes (int32) of float32 rows, their scales, and which rows are finite.
 
     ``length`` is how many values a row has, at least 1. Where it has one scale, that comes twice.
     ``random`` has a number for each value if rounding is ``STOCHASTIC``. The kernel must be
-    compiled without fused operations: all products here are rounded.
+    compiled without fused operations: all products here are rounded. The last parameters keep their
+    values; they are no global numbers, because Triton compares these at each launch.
     """
     LEVELS: tl.constexpr = 2 ** (BITS - 1) - 1
     bits = x.to(tl.int32, bitcast=True)
@@ -73,9 +72,9 @@ def encode_rows(
         level = above.to(tl.int32)
     else:
         largest = tl.where(finite, largest_bits, 0).to(tl.float32, bitcast=True)
-        scale = _rounded(tl.minimum(largest, _LARGEST), NARROW, STOCHASTIC)
+        scale = _rounded(tl.minimum(largest, LARGEST), NARROW, STOCHASTIC)
         if not STOCHASTIC:
-            scale = tl.where(largest < _SMALLEST, 0.0, scale)
+            scale = tl.where(largest < SMALLEST, 0.0, scale)
         # Without a scale, any other number leads to the level 0.
         divisor = tl.where(scale > 0, scale, 1.0)
         if STOCHASTIC:

@@ -10,17 +10,21 @@ import triton
 import triton.language as tl
 
 from sparcel.kernels.gpu._coding import decode_rows, encode_rows, pack, scale_bits, unpack
-from sparcel.kernels.gpu._region import HEADER, NON_FINITE, codes_of, length_of
+from sparcel.kernels.gpu._region import codes_of, length_of
 
-_WORDS = tl.constexpr(5)  # of 64 bits: kind and flags, detail, size, count, length
-_FLAGS = tl.constexpr(7)  # the place of the flags
-_NON_FINITE = tl.constexpr(2)  # one of them
-HEADERS = tl.constexpr(64)  # headers at a time
+
+@triton.jit
+def rows_from(first):
+    """Return the numbers of rows whose headers are read or written together, ``[64, 1]``."""
+    return first + tl.arange(0, 64)[:, None]
 
 
 @triton.jit
 def _header(length, begins, detail, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Return the words of headers of messages about so many coordinates, ``[HEADERS, 8]``."""
+    """Return headers of messages about so many coordinates ``[64, 1]``: their words, ``[64, 8]``.
+
+    There are five, of 64 bits: kind and flags, detail, size, count, length.
+    """
     lane = tl.arange(0, 8)[None, :]
     _, end = codes_of(length, BITS, GROUP)
     counts = tl.where(lane < 4, length, end)
@@ -29,9 +33,15 @@ def _header(length, begins, detail, BITS: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def _word_pointers(messages, row, stride):
-    """Return pointers to the words of the headers in rows ``[HEADERS, 1]``, and two more."""
+    """Return pointers to the words of the headers in rows ``[64, 1]``."""
     header = messages + row.to(tl.int64) * stride
     return header.to(tl.pointer_type(tl.int64), bitcast=True) + tl.arange(0, 8)[None, :]
+
+
+@triton.jit
+def _non_finite(there):
+    """Return the flag for what is not finite in the first word of a header, or 0."""
+    return tl.where(there, 2 << 56, 0)
 
 
 @triton.jit
@@ -44,10 +54,10 @@ def check(
     All messages but the own are about the ``OWN`` region; or each, the own too, about its rank's.
     """
     lane = tl.arange(0, 8)[None, :]
-    bad, fault = tl.zeros([HEADERS, 8], tl.int32), tl.zeros([HEADERS, 8], tl.int32)
-    for first in range(0, ranks, HEADERS):
-        row = first + tl.arange(0, HEADERS)[:, None]
-        there = (row < ranks) & (lane < _WORDS)
+    bad, fault = tl.zeros([64, 8], tl.int32), tl.zeros([64, 8], tl.int32)
+    for first in range(0, ranks, 64):
+        row = rows_from(first)
+        there = (row < ranks) & (lane < 5)
         region = row
         if OWN:
             there = there & (row != rank)
@@ -56,7 +66,7 @@ def check(
         expected = _header(length, begins, detail, BITS, GROUP)
         found = tl.load(_word_pointers(came, row, stride), mask=there, other=0)
         differing = tl.where(there, found ^ expected, 0)
-        flag = tl.where(lane == 0, NON_FINITE, 0)
+        flag = _non_finite(lane == 0)
         bad |= ((differing & flag) != 0).to(tl.int32)
         fault |= ((differing & ~flag) != 0).to(tl.int32)
     fault_anywhere = tl.max(tl.max(fault, axis=1), axis=0)
@@ -70,18 +80,17 @@ def begin_rows(
 ):  # fmt: skip
     """Write headers, and the padding of scales and codes, before these are written over it.
 
-    ``region`` is that of each row ``[HEADERS, 1]``; ``bad`` is whether the header says so.
+    ``region`` is that of each row ``[64, 1]``; ``bad`` is whether the header says so.
     """
     lane = tl.arange(0, 8)[None, :]
-    row = first + tl.arange(0, HEADERS)[:, None]
+    row = rows_from(first)
     length = length_of(size, ranks, block_bits, region).to(tl.int64)
-    begins = begins | tl.where(bad != 0, NON_FINITE, 0)
-    header = _header(length, begins, detail, BITS, GROUP)
+    header = _header(length, begins | _non_finite(bad != 0), detail, BITS, GROUP)
     to = _word_pointers(messages, row, stride)
-    tl.store(to, header, mask=(row < rows) & (lane < _WORDS))
+    tl.store(to, header, mask=(row < rows) & (lane < 5))
     codes_at, end = codes_of(length, BITS, GROUP)
     padding = (tl.where(lane == 0, codes_at, end) >> 3) - 1 - lane
-    zero = tl.zeros([HEADERS, 8], tl.int64)
+    zero = tl.zeros([64, 8], tl.int64)
     tl.store(to + padding, zero, mask=(row < rows) & (lane < 2) & (length > 0))
 
 
@@ -98,20 +107,26 @@ def write_tile(
         tl.reshape(x, [ROWS, GROUP]), there, 0, BITS, ROWS, LOG_GROUP, False, True
     )
     bits = scale_bits(low, True)
-    scales = message + HEADER
-    inside = row * GROUP < length
     if BITS == 2:
         bits = bits | (scale_bits(high, True) << 16)
-        tl.store(scales.to(tl.pointer_type(tl.int32), bitcast=True) + row, bits, mask=inside)
-    else:
-        to = scales.to(tl.pointer_type(tl.int16), bitcast=True) + row
-        tl.store(to, bits.to(tl.int16), mask=inside)
+    scales = _scales(message, BITS)
+    tl.store(scales + row, bits.to(scales.dtype.element_ty), mask=row * GROUP < length)
     words, word, inside = _code_words(message, place, length, TILE, BITS, GROUP)
     tl.store(words + word, pack(code, BITS, 32), mask=inside)
     bad = tl.max((finite == 0).to(tl.int32), axis=0) != 0
-    flags = tl.load(message + _FLAGS, mask=bad, other=0)
-    tl.store(message + _FLAGS, flags | _NON_FINITE, mask=bad)  # all that write write the same
+    flags = tl.load(message + 7, mask=bad, other=0)
+    tl.store(message + 7, flags | 2, mask=bad)  # whoever writes writes the same
     return x - tl.reshape(decode_rows(code, low, high, BITS, BITS == 2), [TILE])
+
+
+@triton.jit
+def _scales(message, BITS: tl.constexpr):
+    """Return where the scales are, after the header: one of 16 bits a row, or two."""
+    if BITS == 2:
+        scales = (message + 40).to(tl.pointer_type(tl.int32), bitcast=True)
+    else:
+        scales = (message + 40).to(tl.pointer_type(tl.int16), bitcast=True)
+    return scales
 
 
 @triton.jit
@@ -130,16 +145,8 @@ def read_tile(message, place, length, TILE: tl.constexpr, BITS: tl.constexpr, GR
     """Return a tile of a region from a place on."""
     ROWS: tl.constexpr = TILE // GROUP
     row = place // GROUP + tl.arange(0, ROWS)
-    inside = row * GROUP < length
-    scales = message + HEADER
-    if BITS == 2:
-        from_ = scales.to(tl.pointer_type(tl.int32), bitcast=True) + row
-        both = tl.load(from_, mask=inside, other=0)
-        low, high = both << 16, both & -65536
-    else:
-        from_ = scales.to(tl.pointer_type(tl.int16), bitcast=True) + row
-        low = tl.load(from_, mask=inside, other=0).to(tl.int32) << 16
-        high = low
+    found = tl.load(_scales(message, BITS) + row, mask=row * GROUP < length, other=0).to(tl.int32)
+    low, high = found << 16, found & -65536
     low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
     words, word, inside = _code_words(message, place, length, TILE, BITS, GROUP)
     codes = unpack(tl.load(words + word, mask=inside, other=0), BITS, 32, ROWS, GROUP)

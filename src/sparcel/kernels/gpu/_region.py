@@ -94,10 +94,12 @@ def tile_of(first, ranks, block_bits, owner, TILE: tl.constexpr):
 
 @triton.jit
 def codes_of(count, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Return where the codes of a message of ``count`` values (int64) begin and end."""
+    """Return where the codes of a message of ``count`` values (int64) begin and end; the header
+    takes 40 bytes.
+    """
     groups = (count + (GROUP - 1)) // GROUP
     scales = 4 * groups if BITS == 2 else 2 * groups
-    codes_at = HEADER + ((scales + 7) >> 3 << 3)
+    codes_at = 40 + ((scales + 7) >> 3 << 3)
     return codes_at, codes_at + ((count * BITS + 63) >> 6 << 3)
 
 

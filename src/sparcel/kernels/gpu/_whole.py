@@ -16,7 +16,7 @@ from torch import Tensor
 from sparcel.kernels.addition import Addition
 from sparcel.kernels.gpu._bits import magnitude_bits
 from sparcel.kernels.gpu._compact import load_inside
-from sparcel.kernels.gpu._dense import HEADERS, begin_rows, check, read_tile, write_tile
+from sparcel.kernels.gpu._dense import begin_rows, check, read_tile, rows_from, write_tile
 from sparcel.kernels.gpu._launch import launch
 from sparcel.kernels.gpu._region import (
     TILE,
@@ -30,20 +30,19 @@ from sparcel.kernels.gpu._region import (
 )
 from sparcel.kernels.phase import Phase
 
-_TICKET, _PARTS = tl.constexpr(1), tl.constexpr(2)  # after the sum of parts; see `_add_up`
-
 
 @triton.jit
 def _begin_parts(parts, sum):
+    """Write what comes before the programs' parts: a sum, and how many programs are done."""
     tl.store(parts, sum)
-    tl.store(parts + _TICKET, 0.0)
+    tl.store(parts + 1, 0.0)
 
 
 @triton.jit
 def _add_up(parts, part):
     """Add the parts of all programs to the sum with which they begin."""
-    ticket = (parts + _TICKET).to(tl.pointer_type(tl.int32), bitcast=True)
-    total, last = add_last(part, parts + _PARTS, ticket)
+    ticket = (parts + 1).to(tl.pointer_type(tl.int32), bitcast=True)
+    total, last = add_last(part, parts + 2, ticket)
     if last:
         tl.store(parts, tl.load(parts) + total)
 
@@ -53,11 +52,10 @@ def _begin_enter(
     messages, stride, parts, sent, rank, size, ranks, block_bits, begins, detail,
     BITS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    for first in range(0, ranks, HEADERS):
-        region = first + tl.arange(0, HEADERS)[:, None]
+    for first in range(0, ranks, 64):
         begin_rows(
-            messages, stride, first, ranks, region, 0, size, ranks, block_bits, begins, detail,
-            BITS, GROUP,
+            messages, stride, first, ranks, rows_from(first), 0, size, ranks, block_bits,
+            begins, detail, BITS, GROUP,
         )  # fmt: skip
     tl.store(sent, size - length_of(size, ranks, block_bits, rank).to(tl.int64))
     _begin_parts(parts, 0.0)
@@ -143,7 +141,7 @@ def _begin_collect(
     else:
         bad = (tl.load(flag) == 0).to(tl.int32)
         _begin_parts(parts, tl.load(fell))
-    region = tl.zeros([HEADERS, 1], tl.int32) + rank
+    region = tl.zeros_like(rows_from(0)) + rank
     begin_rows(message, 0, 0, 1, region, bad, size, ranks, block_bits, begins, detail, BITS, GROUP)
 
 
@@ -325,7 +323,7 @@ def _tiles(phase: Phase, size: int) -> tuple[int, int]:
 
 def _parts(x: Tensor, programs: int) -> Tensor:
     """Return memory for what `_add_up` adds up."""
-    return x.new_empty(_PARTS.value + programs, dtype=torch.float64)
+    return x.new_empty(2 + programs, dtype=torch.float64)
 
 
 def _coding(phase: Phase) -> dict[str, Any]:
