@@ -101,15 +101,18 @@ class Cpu:
             *self.case.vectors(self.rank), x, case.scale, self.rank, case.ranks, up.regions.block,
             up.shares, up.most, False, *self.same, case.step, up.headers, 1,
         )  # fmt: skip
-        return Left(*made, x)
+        messages = [message if message.numel() else None for message in made[0]]
+        return Left(messages, *made[1:], x)
 
     def collect(self, x: Tensor, arrived: Sequence[Tensor]) -> tuple[Tensor | None, float, Tensor]:
+        """Collect what the other ranks sent; return no message if one is bad."""
         case, rank, down, x = self.case, self.rank, self.down, x.clone()
-        made = _cpu.collect(
-            x, arrived, self.up.headers[rank], rank, case.ranks, down.regions.block, down.shares,
+        messages = [*arrived[:rank], torch.empty(0, dtype=torch.uint8), *arrived[rank:]]
+        message, fell, wrong = _cpu.collect(
+            x, messages, self.up.headers[rank], rank, case.ranks, down.regions.block, down.shares,
             down.most[rank], False, *self.same, case.step, down.headers[rank], 1,
         )  # fmt: skip
-        return made[0], made[1], x
+        return None if wrong else message, fell, x
 
     def deliver(
         self, returned: Sequence[Tensor], dtype: torch.dtype
@@ -118,7 +121,7 @@ class Cpu:
         entries, finite, wrong = _cpu.deliver(
             returned, self.down.headers, self.down.regions.block, *self.same, 3.0, out, 1
         )
-        return entries, finite, wrong >= 0, out
+        return entries, finite, wrong, out
 
 
 def rows_of(messages: Sequence[Tensor | None], phase: Phase) -> Tensor:
@@ -231,7 +234,7 @@ def repacked(draw: st.DrawFn, message: Tensor) -> Tensor:
     size, count = message[16:32].view(torch.int64).tolist()
     words = packing.packed_words(count, size)
     places = message[message.numel() - 8 * words :].clone().view(torch.int64)
-    indices = kernels.unpack_indices(places, count, size).clone()
+    indices = kernels.unpack_indices(places, count, size)[0].clone()
     first, second = (draw(st.integers(0, count - 1)) for _ in range(2))
     kind = draw(st.sampled_from(["twice", "swapped", "past"]))
     if kind == "past":
