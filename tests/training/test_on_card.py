@@ -1,6 +1,7 @@
 """On a GPU, which `tests.card` stands in for, an averager gives the updates of the CPU."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ import torch
 import sparcel
 from sparcel import device, simulate
 from sparcel.comm import Communicator
+from sparcel.errors import FormatError
 from sparcel.regions.exchange import Returned
 from sparcel.schemes import Scheme, sparsifier
 from sparcel.stream import WRITTEN
-from sparcel.training import Averager, Costs, Scope
+from sparcel.training import Averager, Scope, Stats
 from tests.card import Launches, launches, moved, on_card, seen
 from tests.strategies import same_bits
 from tests.training.tensors import TENSORS, Named, gradients_of
@@ -74,51 +76,51 @@ def test_updates_are_those_of_the_cpu(name: str, scope: Scope) -> None:
 BUCKETS = [[f"{layer}.{part}" for part in ("weight", "bias")] for layer in range(4)]
 
 
-def step_of(
-    comm: Communicator, finite: bool, monkeypatch: pytest.MonkeyPatch
-) -> tuple[list[torch.Tensor], Costs, int, Launches]:
-    """Return the updates, costs, waits and launches of a step whose exchanges do nothing.
+def left_on_card(finite: bool, fault: bool = False) -> Returned:
+    """Return flags and counts of an exchange, which stay on the device, as does a fault."""
+    device.later(moved(torch.tensor(fault)), lambda: FormatError("a bad message"))
+    counts = torch.tensor(5), torch.tensor(7), torch.tensor(2.5, dtype=torch.float64)
+    return Returned(WRITTEN, *map(moved, (torch.tensor(finite), *counts)))
 
-    They leave flags and counts on the device. The last bucket's flag is ``finite``.
-    """
+
+def step_of(
+    comm: Communicator, exchanges: list[Callable[[], Returned]]
+) -> tuple[list[torch.Tensor], Stats, int, Launches]:
+    """Return the updates, the costs, the waits and the launches of a step of four buckets."""
     shapes = {"weight": (40, 30), "bias": (40,)}
     tensors = {
         name: moved(torch.zeros(shapes[name.split(".")[1]])) for names in BUCKETS for name in names
     }
     averager = Averager(tensors, sparcel.scheme(), group=comm, frontload=False)
-    flags = [True, True, True, finite]
-    left = [
-        Returned(
-            WRITTEN,
-            moved(torch.tensor(flag)),
-            moved(torch.tensor(5)),
-            moved(torch.tensor(7)),
-            moved(torch.tensor(2.5, dtype=torch.float64)),
-        )
-        for flag in flags
-    ]
     vectors = [moved(torch.ones(1240)) for _ in BUCKETS]
-    monkeypatch.setattr(sparsifier, "exchange_regions", lambda *_: left.pop(0))
-    before = device.reads()
-    with launches() as given:
+    before, coming = device.reads(), iter(exchanges)
+    with pytest.MonkeyPatch.context() as patch, launches() as given:
+        patch.setattr(sparsifier, "exchange_regions", lambda *_: next(coming)())
         for vector, (weight, bias) in zip(vectors, BUCKETS, strict=True):
             averager.queue(vector, {weight: (0, 1200), bias: (1200, 1240)})
         averager.finish()
     reads = device.reads() - before
-    stats = averager.handle.stats()
-    assert stats.void_steps == (not finite)
-    return [seen(vector) for vector in vectors], stats.last, reads, given
+    return [seen(vector) for vector in vectors], averager.handle.stats(), reads, given
 
 
 @pytest.mark.parametrize("finite", [True, False])
-def test_the_host_looks_once_a_step(finite: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_looks_once_a_step(finite: bool) -> None:
+    exchanges = [partial(left_on_card, one) for one in (True, True, finite, True)]
     with on_card():
-        (rank,) = simulate(1, lambda comm: step_of(comm, finite, monkeypatch)).results
-    updates, costs, reads, given = rank
+        ((updates, stats, reads, given),) = simulate(
+            1, lambda comm: step_of(comm, exchanges)
+        ).results
     assert reads <= 2  # the carrier also reads the small tensors, to send them from the host
-    assert given.kernels() <= 20 + 4 * (not finite)
-    assert costs.selected == 4 * 5 + 4 * 40
-    assert costs.reduced == 4 * 7 + 4 * 40
-    assert costs.magnitude == (10 if finite else 7.5)
+    assert given.kernels() <= 20 + len(BUCKETS) * (not finite)
+    assert stats.void_steps == (not finite)
+    assert stats.last.selected == 4 * (5 + 40)
+    assert stats.last.reduced == 4 * (7 + 40)
+    assert stats.last.magnitude == (10 if finite else 7.5)
     for update in updates:
         assert update.isfinite().all() if finite else update.isnan().all()
+
+
+def test_a_fault_that_a_bucket_left_on_the_card_is_raised_at_the_steps_end() -> None:
+    exchanges = [partial(left_on_card, True, place == 0) for place in range(4)]
+    with on_card(), pytest.raises(FormatError, match="a bad message"):
+        simulate(1, lambda comm: step_of(comm, exchanges))
