@@ -18,7 +18,7 @@ from sparcel.schemes.plan import Step
 from sparcel.stream import SparseStream
 from tests.evenly import even_averager
 
-AT_MOST = 250
+AT_MOST = 200
 """Of these, about 30 are the calls of `Least`."""
 
 

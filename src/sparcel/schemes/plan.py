@@ -72,8 +72,3 @@ class Step(NamedTuple):
     request: Request
     plan: Plan
     out: Tensor | None
-
-    @property
-    def divisor(self) -> float:
-        """What the ranks' sum of unscaled values is divided by for the update."""
-        return self.plan.ranks / self.request.scale

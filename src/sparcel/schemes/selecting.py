@@ -68,15 +68,15 @@ class Selecting(Sparsifier):
         self._loaded = [dict(one) for one in state.get("selectors", [])]
 
     def _by_streams(self, step: Step) -> Outcome:
-        plan = step.plan
+        gradient, _, request, plan, out = step
         if self._sends_all(plan):
             return super()._by_streams(step)
         self._divide(plan.spans)
-        with step.request.costs.selecting():
+        with request.costs.selecting():
             taken = self._take(step)
         ledger = Ledger(self._memory, taken, plan.asked, sum([s.most for s in self._shares]))
         wire = self._wire(step)
-        with step.request.costs.communicating():
+        with request.costs.communicating():
             total = self._exchange(ledger, wire)
         for start, lost in wire.take_lost():
             ledger.keep(lost, start)
@@ -84,7 +84,7 @@ class Selecting(Sparsifier):
             applied = ledger.sent.within(total).indices
             assert applied is not None, "what leaves memory is sparse"
             self._memory.forget_velocity(applied)
-        average = averaged(total, step.divisor, step.gradient.dtype, step.out)
+        average = averaged(total, plan.ranks / request.scale, gradient.dtype, out)
         counts = ledger.sent.nnz, total.nnz, ledger.magnitude
         return Outcome(average, average.finite, *counts, plan.coordinates, plan.asked)
 

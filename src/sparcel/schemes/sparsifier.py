@@ -169,7 +169,8 @@ class Sparsifier(Scheme):
             if comm.size == 1:  # the sum is the scratch itself
                 total = SparseStream.unchecked(None, total.values.clone(), total.size, total.finite)
         self._memory.kept.zero_()
-        average, sent = averaged(total, step.divisor, gradient.dtype, out), plan.coordinates
+        average = averaged(total, plan.ranks / request.scale, gradient.dtype, out)
+        sent = plan.coordinates
         return Outcome(average, average.finite, sent, total.nnz, leaving, sent, sent)
 
     def _by_regions(self, step: Step) -> Outcome:

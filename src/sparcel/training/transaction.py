@@ -232,8 +232,10 @@ class Transaction:
         if self._small:
             several = tuple(names for names, *_ in self._small)
             self._comm.call(_exchange_of(several), self._exchange_small)
+        if self._copies:
+            places, updates = zip(*self._copies, strict=True)
+            torch._foreach_copy_(places, updates)
         for place, update in self._copies:
-            place.copy_(update)
             if place.dtype != update.dtype:
                 # A sum that fits the widest dtype may overflow a narrower one.
                 self._flags.append(finite_flag(place))
