@@ -1,8 +1,10 @@
-"""`benchmarks/gpu/measure.py` measures, checks and counts what it says, here at tiny sizes."""
+"""`benchmarks/gpu` measures, checks and counts what it says, here at tiny sizes."""
 
-import importlib
-from collections.abc import Iterator
+from __future__ import annotations
+
 from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,101 +12,99 @@ import pytest
 import torch
 
 from sparcel import kernels
-from tests.card import interpreted
+from tests.card import on_card
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu import checks, rank, report, steps
-from benchmarks.gpu import kernels as gpu_kernels
+from benchmarks.gpu import measure, passes, rank, tables
 
 CPU = torch.device("cpu")
-CARD = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
 
 
-@pytest.fixture
-def card_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return the kernels for GPUs, which sample short vectors too; without one, interpreted."""
-    gpu = importlib.import_module("sparcel.kernels.gpu")
-    monkeypatch.setattr(importlib.import_module("sparcel.kernels.gpu.select"), "SAMPLES", 128)
-    with nullcontext() if CARD.type == "cuda" else interpreted():
-        yield gpu
+def on_gpu() -> Any:
+    """Give a card, or what stands in for one."""
+    return nullcontext(torch.device("cuda", 0)) if torch.cuda.is_available() else on_card()
 
 
-def test_every_kernel_is_measured_and_checked(
-    card_kernels: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_kernels, "SAMPLINGS", 3)
-    rows = gpu_kernels.measure(card_kernels, CARD, "clustered", 3000, 0.02, repeats=1, seconds=0.1)
-    assert {row.get("checked") for row in rows} == {2}
-    names = [row["method"] for row in rows]
-    assert {"copy", "topk", "accumulate_topk, clear", "decode packed:4"} <= set(names)
-    assert len(names) == len(set(names)) == 3 + 4 + 2 + 2 + 2 + 3 * 3
-    times = {row["method"]: row.get("times_torch_topk") for row in rows}
-    assert times["torch.topk of |x|"] == 1
-    *_, last, _, _, _ = table = list(report.kernel_table(rows))
-    assert "to the host, packed:4" in last
-    assert len({len(line) for line in table[1 : 3 + len(rows)]}) == 1
+def test_every_pass_is_measured_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "RANKS", 2)
+    with on_gpu() as place:
+        rows = list(passes.measure(200, place, 1, checked=True))
+    assert all(row["launches"] > 0 and row["host_ms"] > 0 for row in rows)
+    assert measure.pass_line(rows).count(";") == len(rows) - 1
+    launches = {row["call"]: row["launches"] for row in rows if "graph" not in row["call"]}
+    assert len(launches) == 4 + 2 * 4
+    page = (Path(__file__).parents[1] / "docs/how-to/gpu.md").read_text()
+    for one in ("enter", "collect", "deliver"):
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| {one} |")]
+        few, many = (launches[f"{one}, {name}"] for name in ("10 % and 30 %", "4 bits"))
+        assert f"| {few}, {many} |" in row
+
+
+def changed(name: str, argument: int, change: Any) -> Any:
+    """Return the kernels, of which one gets another argument for what is not on the CPU."""
+
+    def faulty(*args: Any) -> Any:
+        first = args[0].memory if name == "enter" else args[0]
+        new = (
+            args
+            if first.is_cpu
+            else (*args[:argument], change(args[argument]), *args[argument + 1 :])
+        )
+        return getattr(kernels, name)(*new)
+
+    return SimpleNamespace(**{**vars(kernels), name: faulty})
 
 
 @pytest.mark.parametrize(
-    ("fault", "check"),
+    ("faulty", "check"),
     [
-        (lambda x, k: kernels.topk(x, k - 1), "topk: min"),
-        (lambda x, k: kernels.topk(x.abs(), k), "topk: values"),
-        (lambda x, k: (torch.arange(k), x[:k]), "topk: no magnitude left out"),
-        (lambda x, k: tuple(part.flip(0) for part in kernels.topk(x, k)), "topk: indices"),
+        (changed("enter", 0, lambda addition: replace(addition, scale=0.5)), "messages up of 100%"),
+        (changed("deliver", 3, lambda divisor: 2 * divisor), "the update of 100%"),
     ],
 )
-def test_a_wrong_result_is_named(fault: Any, check: str) -> None:
-    wrong = SimpleNamespace(**{**vars(kernels), "topk": fault})
-    with pytest.raises(checks.WrongResultError, match=check):
-        gpu_kernels.measure(wrong, CPU, "gaussian", 1000, 0.1, repeats=1, seconds=0.1)
+def test_a_wrong_result_is_named(monkeypatch: pytest.MonkeyPatch, faulty: Any, check: str) -> None:
+    monkeypatch.setattr(passes, "RANKS", 2)
+    monkeypatch.setattr(passes, "kernels", faulty)
+    with on_gpu() as place, pytest.raises(passes.WrongResultError, match=check):
+        next(passes.measure(100, place, 1, checked=True))
 
 
-def test_what_fails_is_noted_and_others_are_measured() -> None:
-    def fails(x: torch.Tensor, k: int) -> None:
-        raise RuntimeError("no such kernel")
+def test_what_fails_is_noted_and_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no such kernel\nat all")
 
-    broken = SimpleNamespace(**{**vars(kernels), "topk": fails})
-    rows = gpu_kernels.measure(broken, CPU, "gaussian", 1000, 0.1, repeats=1, seconds=0.1)
-    (failed,) = [row for row in rows if "ms" not in row]
+    broken = SimpleNamespace(**{**vars(kernels), "accumulate_topk": fails})
+    monkeypatch.setattr(passes, "kernels", broken)
+    rows = list(passes.measure(1000, CPU, 1, checked=False))
+    (failed,) = [row for row in rows if "host_ms" not in row]
     assert failed["note"] == "failed: RuntimeError: no such kernel"
+    assert len(rows) == 4 + 2 * 4 and failed["note"] in measure.pass_line(rows)
 
 
-def test_limits_tell_what_was_reached() -> None:
-    times = {"topk": 1.0, "torch.topk of |x|": 12.0, "MSTopK, 30 samplings": 0.9}
-    times |= {"accumulate_topk": 3.0, "memory.add_(gradient)": 2.0}
-    about = {"input": "gaussian", "size": report.TARGET, "density": report.SPARSE}
-    rows = [about | {"method": name, "ms": ms} for name, ms in times.items()]
-    rows.append(about | {"size": report.LARGE, "method": "topk", "ms": 1.0, "of_copy": 0.6})
-    waits = {"most_reads_in_a_part": 2, "warnings": 0}
-    waiting = [{"method": "sparcel", "synchronisations": waits}]
-    found = report.Limits(rows, waiting).all()
-    by_method = {one["what"].rpartition(" than ")[2]: one["reached"] for one in found}
-    assert by_method["torch.topk of |x|"] is True
-    assert by_method["torch.topk, sorted=False"] is None
-    assert by_method["MSTopK, 30 samplings"] is False
-    reached = {one["what"].partition(":")[0]: one["reached"] for one in found}
-    assert reached["accumulate_topk of 25 M"] is True
-    assert reached["topk of 110 M"] is True
-    most, others = found[-2:]
-    assert (most["reached"], others["reached"]) == (False, True)
-    assert len(list(report.limit_lines(found))) == len(found) + 1
-
-
-def steps_of(comm: Any) -> list[dict[str, Any]]:
-    return list(rank.rows(rank.Job("cpu", width=32, layers=3, batch=4, seconds=0.0)))
+def rows_of(comm: Any) -> list[Any]:
+    return list(rank.rows(rank.Job("cpu", width=32, layers=3, batch=4, rounds=2)))
 
 
 @pytest.mark.processes
 def test_every_method_trains_and_counts(run_on: Any) -> None:
-    rows, _ = run_on(2, steps_of)
-    assert [row["method"] for row in rows] == list(steps.METHODS)
-    counted = {row["method"]: row["payload_bytes"] for row in rows}
-    assert 0 < counted["sparcel"] < rows[0]["ring_bytes"]
-    assert counted["DDP"] == 0
-    assert rows[-1]["synchronisations"]["parts"]["select"] == 1
-    network = SimpleNamespace(link=None, description="loopback")
-    described = [steps.described(row, network) for row in rows]
-    assert described[-1]["computed_link_ms"]["1gbit"] == pytest.approx(8e-6 * counted["topk 1 %"])
-    assert len(list(report.step_table(described))) == 3 + len(rows) + len(report.STEP_LEGEND)
+    rows, _ = run_on(2, rows_of)
+    assert [row["method"] for row in rows] == list(rank.BY_HOST)
+    sent = {row["method"]: row["sent_bytes"] for row in rows}
+    assert 0 < sent["topk 1 %"] < sent["default"] < sent["everything in 4 bits"] < sent["DDP"]
+    known = {"nccl": False, "exchange_device_ms": 0.5}
+    found = [row | known | {"ranks": ranks} for row in rows for ranks in (1, 4)]
+    assert None not in [figure for _, figure, _ in measure.targets(found)]
+    assert all(row["method"] in measure.step_line(row) for row in found)
+
+
+def test_what_nccl_lacks_is_said() -> None:
+    (row,) = measure.trained(2, measure.by_nccl(measure.TRIAL.job), 0.0)
+    assert row["note"].startswith("NCCL" if not measure.ON_CARD else "no time")
+
+
+def test_what_is_advised_follows_from_bytes_and_passes() -> None:
+    fastest = {
+        gbits: min(tables.choices(), key=lambda one: one.ms(gbits)).name for gbits in tables.GBITS
+    }
+    assert fastest == {10: "PowerSGD, rank 4", 25: "default", 100: "default"}

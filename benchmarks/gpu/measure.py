@@ -1,29 +1,28 @@
-"""What the kernels and a step of DDP take on a GPU, beside what else there is.
+"""What an exchange takes on a GPU: its passes, a step, steps of processes that share the card.
 
-    python -m benchmarks.gpu.measure [--quick] [--json PATH]
+    python -m benchmarks.gpu.measure [--json PATH]
 
-begins no measurement after 450 s. It needs a data-centre GPU, torch 2.11 or newer, numpy and
-Triton. It times the kernels (`kernels`) and steps of DDP on processes that
-share the card (`steps`), checks every result, prints tables, and writes a record with the
-card's name to benchmarks/results. A wrong result ends it. Without CUDA it is a trial at tiny sizes
-in Triton's interpreter, whose times mean nothing, and writes a record only to ``--json``.
+is planned for less than five minutes on a data-centre GPU. It checks results, prints lines, and
+writes a record with the card's name to benchmarks/results. It needs torch 2.11 or newer with
+Triton. NCCL's ranks share the card, too, which takes NCCL 2.30 or newer, and turns, so their times
+say little about cards of their own. A wrong result ends it. Without a card it is a trial at tiny
+sizes on the device that stands in for one in the tests, whose times mean nothing; then it writes a
+record only to ``--json``.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import re
-import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,30 +31,21 @@ if not torch.cuda.is_available():  # before Triton is imported
 
 import triton
 
-from benchmarks.gpu import kernels as timed
-from benchmarks.gpu import steps as trained
-from benchmarks.gpu.checks import WrongResultError
-from benchmarks.gpu.clock import first_line
-from benchmarks.gpu.rank import Job
-from benchmarks.gpu.report import (
-    LARGE,
-    SPARSE,
-    TARGET,
-    Limits,
-    count,
-    kernel_table,
-    limit_lines,
-    step_table,
-)
-from sparcel import kernels
-from sparcel.bench import results
+from benchmarks.gpu import passes
+from benchmarks.gpu.passes import Row, WrongResultError
+from benchmarks.gpu.rank import Job, methods
+from benchmarks.machine import machine
+from sparcel.lab import Loopback, WorkerFailedError, Workers
 
+ON_CARD = torch.cuda.is_available()
 RESULTS = Path(__file__).parents[1] / "results"
-
-UNEVEN = 25_557_032
-"""A length that is no multiple of 16, as those of DDP's buckets often are: that of ResNet-50."""
-
-Row = dict[str, Any]
+MOST_SECONDS = 285.0
+"""After so many, no measurement begins, and the ranks are ended."""
+ENVIRONMENT = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_MAX_CTAS": "2",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # or products may differ from one training to the next
+}
 
 
 @dataclass(frozen=True)
@@ -64,185 +54,192 @@ class Plan:
 
     Attributes
     ----------
-    vectors
-        Inputs and sizes, those first that the limits are about.
-    repeats, seconds
-        How often to time a method, and for how long at most.
-    ranks, job
-        Numbers of processes, and what they train.
-    kernels_s, total_s
-        Seconds after which no further cell, and no further step, begins.
+    sizes, repeats
+        The vectors of the passes, and how often each call is timed. Those up to ``checked`` are
+        compared with the CPU's.
+    ranks, shared
+        Numbers of processes, over Gloo and over NCCL, that train ``job``.
     """
 
-    vectors: tuple[tuple[str, int], ...]
-    densities: tuple[float, ...]
+    sizes: tuple[int, ...]
     repeats: int
-    seconds: float
-    ranks: tuple[int, ...]
+    checked: int
     job: Job
-    kernels_s: float = 250.0
-    total_s: float = 450.0
+    ranks: tuple[int, ...]
+    shared: tuple[int, ...]
 
 
 FULL = Plan(
-    vectors=(
-        ("gaussian", TARGET),
-        ("clustered", TARGET),
-        ("gaussian", LARGE),
-        ("gaussian", 1_000_000),
-        ("gaussian", UNEVEN),
-        ("gaussian", 1_000_000_000),
-    ),
-    densities=(SPARSE, 0.01, 0.1),
+    sizes=(6_500_000, 25_000_000, 100_000_000, 1_000_000_000),
     repeats=30,
-    seconds=0.3,
-    ranks=(1, 2, 4),
-    job=Job("cuda:0", width=2048, layers=6, batch=64, seconds=3.0),
-)
-QUICK = Plan(
-    vectors=(("gaussian", TARGET), ("gaussian", LARGE)),
-    densities=(SPARSE,),
-    repeats=10,
-    seconds=0.1,
-    ranks=(2,),
-    job=Job("cuda:0", width=2048, layers=6, batch=64, seconds=1.0),
+    checked=25_000_000,
+    job=Job("cuda:0", width=2048, layers=6, batch=64, rounds=20),
+    ranks=(1, 4),
+    shared=(2, 4),
 )
 TRIAL = Plan(
-    vectors=(("gaussian", 20_000),),
-    densities=(0.01,),
+    sizes=(600,),
     repeats=1,
-    seconds=0.1,
-    ranks=(1, 2),
-    job=Job("cpu", width=64, layers=3, batch=8, seconds=0.1),
+    checked=600,
+    job=Job("cpu", width=64, layers=3, batch=8, rounds=1),
+    ranks=(2,),
+    shared=(2,),
 )
 
 
-def kernel_rows(chosen: Any, place: torch.device, plan: Plan, until: float) -> Iterator[Row]:
-    """Yield the rows of all cells, or why a cell was not measured."""
-    for name, size in plan.vectors:
-        for density in plan.densities:
-            begun, note = time.monotonic(), ""
-            about = {"input": name, "size": size, "density": density, "method": "all"}
-            if begun > until:
-                note = "no time was left"
-            elif not timed.fits(size, place):
-                note = "does not fit in the card's memory"
-            if note:
-                yield about | {"note": note}
-                continue
-            turns = {"repeats": plan.repeats, "seconds": plan.seconds}
-            try:
-                yield from timed.measure(chosen, place, name, size, density, **turns)
-            except WrongResultError as error:
-                where = f"{name}, {count(size)}, {density:.1%}"
-                raise WrongResultError(f"{where}: {error}") from error
-            except torch.OutOfMemoryError:
-                yield about | {"note": "does not fit in the card's memory"}
-            except Exception as error:
-                yield about | {"note": f"failed: {first_line(error)}"}
-            taken = time.monotonic() - begun
-            print(f"{name}, {count(size)}, {density:.1%}: {taken:.1f} s", flush=True)
-
-
-def profiles(chosen: Any, place: torch.device) -> Iterator[Row]:
-    """Yield what the calls that have limits consist of."""
-    for size in (TARGET, LARGE):
-        try:
-            yield timed.profiled(chosen, place, size, SPARSE)
-        except Exception as error:  # the profiler may lack the right to look
-            yield {"size": size, "note": first_line(error)}
-
-
-def origin(place: torch.device, quick: bool) -> Row:
-    """Describe the card, the machine and the versions, without paths of this machine."""
-    about: Row = {"card": "none, but Triton's interpreter"}
+def run(plan: Plan, place: torch.device, record: Row) -> None:
+    """Measure, and fill a record, which holds what was measured if this raises."""
+    until = time.monotonic() + MOST_SECONDS
+    rows, steps = record.setdefault("passes", []), record.setdefault("steps", [])
+    for size in plan.sizes:
+        if time.monotonic() > until:
+            break
+        of_size = list(passes.measure(size, place, plan.repeats, size <= plan.checked))
+        rows.extend(of_size)
+        say(pass_line(of_size))
     if place.type == "cuda":
-        card = torch.cuda.get_device_properties(place)
+        torch.cuda.empty_cache()  # the ranks share the card
+    jobs = [(ranks, plan.job) for ranks in plan.ranks]
+    jobs += [(ranks, by_nccl(plan.job)) for ranks in plan.shared]
+    for ranks, job in jobs:
+        for row in trained(ranks, job, until):
+            steps.append(row)
+            say(step_line(row))
+    for what, figure, limit in targets(steps):
+        reached = "not measured" if figure is None else "reached" if figure <= limit else "MISSED"
+        say(f"{reached}: {what}: {figure} of {limit}")
+    record["seconds"] = time.monotonic() + MOST_SECONDS - until
+
+
+def by_nccl(job: Job) -> Job:
+    return Job(**{**asdict(job), "nccl": True})
+
+
+def why_not(job: Job) -> str:
+    """Return why NCCL cannot carry a job on this machine; nothing if it can, or need not."""
+    if not job.nccl:
+        return ""
+    if not ON_CARD:
+        return "NCCL needs a card"
+    from tests.gpu.test_nccl import FOUND, SHARING
+
+    if FOUND < SHARING:
+        return f"ranks share a card from NCCL {SHARING} on, and this one is {FOUND}"
+    return ""
+
+
+def trained(ranks: int, job: Job, until: float) -> Iterator[Row]:
+    """Yield the rows of all methods on so many processes, or a row with a note.
+
+    Raises
+    ------
+    WrongResultError
+        When a rank found a wrong result.
+    """
+    about: Row = {"ranks": ranks, "nccl": job.nccl}
+    left = until - time.monotonic()
+    if note := why_not(job) or ("no time was left" if left < 0 else ""):
+        yield about | {"note": note}
+        return
+    argv = [sys.executable, "-m", "benchmarks.gpu.rank", json.dumps(asdict(job))]
+    with Loopback(ranks) as network, Workers(network, argv, ENVIRONMENT) as workers:
+        end = threading.Timer(left, workers.close)
+        end.start()
+        lines = 0
+        try:
+            for _, line in workers.lines():
+                if line.startswith("{"):
+                    lines += 1
+                    yield about | json.loads(line)
+            if lines < len(methods(job)):
+                yield about | {"note": f"the time ended after {lines} methods"}
+        except WorkerFailedError as error:
+            if WrongResultError.__name__ in error.output:
+                raise WrongResultError(str(error)) from error
+            yield about | {"note": f"failed: {error}".splitlines()[0]}
+        finally:
+            end.cancel()
+
+
+def targets(steps: list[Row]) -> Iterator[tuple[str, float | None, float]]:
+    """Yield what was to be reached, what was, and the limit."""
+
+    def of(ranks: int, figure: str) -> float | None:
+        found = [one for one in steps if one.get("method") == "default" and not one["nccl"]]
+        return next((one[figure] for one in found if one["ranks"] == ranks), None)
+
+    yield "host, ms of a step's exchange in four buckets", of(1, "exchange_host_ms"), 2.0
+    yield "card, ms of a step's exchange in four buckets", of(1, "exchange_device_ms"), 0.6
+    yield "waits of the host in a step", of(1, "waits"), 1
+    yield "four processes on the card, ms of a step", of(4, "step_ms"), 20.0
+
+
+def pass_line(rows: list[Row]) -> str:
+    cells = (f"{row['call']} {row.get('note') or _cell(row)}" for row in rows)
+    return f"{rows[0]['size']:,} coordinates, ms on the card / of the host: " + "; ".join(cells)
+
+
+def _cell(row: Row) -> str:
+    card = "–" if row["device_ms"] is None else f"{row['device_ms']:.3f}"
+    return f"{card}/{row['host_ms']:.3f} ({row['launches']})"
+
+
+def step_line(row: Row) -> str:
+    carried = "NCCL" if row["nccl"] else "Gloo"
+    start = f"{row['ranks']} ranks over {carried}: "
+    if "note" in row:
+        return start + row["note"]
+    card = row["exchange_device_ms"]
+    return (
+        f"{start}{row['method']:28}{row['step_ms']:8.1f} ms a step, {row['compute_ms']:.1f} without"
+        f" exchange; of this {row['exchange_host_ms']:.2f} of the host"
+        + ("" if card is None else f", {card:.2f} of the card")
+        + f"; {row['exchange_launches']} launches, {row['waits']} waits,"
+        f" {row['sent_bytes'] / 1e6:.2f} MB sent"
+    )
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def origin() -> Row:
+    """Describe the card, the machine and the versions, without paths of this machine."""
+    about: Row = {"card": "none, but the tests' stand-in"}
+    if ON_CARD:
+        card = torch.cuda.get_device_properties(0)
         about = {
             "card": card.name,
             "memory_gb": card.total_memory / 1e9,
             "multiprocessors": card.multi_processor_count,
-            "driver": said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
             "cuda": torch.version.cuda,
         }
-    return about | {
-        **results.machine(),
-        "triton": triton.__version__,
-        "commit": said("git", "rev-parse", "--short", "HEAD"),
-        "command": "python -m benchmarks.gpu.measure" + (" --quick" if quick else ""),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def said(*command: str) -> str:
-    """Return the first word that a command says, which this machine may not have."""
-    try:
-        found = subprocess.run(command, cwd=RESULTS, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return (found.stdout.split() or ["unknown"])[0]
-
-
-def run(chosen: Any, place: torch.device, plan: Plan, record: Row) -> None:
-    """Measure, and fill a record, which holds what was measured if this raises."""
-    begun = time.monotonic()
-    rows, steps = record.setdefault("kernels", []), record.setdefault("steps", [])
-    try:
-        try:
-            for row in kernel_rows(chosen, place, plan, begun + plan.kernels_s):
-                rows.append(row)
-        finally:
-            print_lines(kernel_table(rows))
-        if place.type == "cuda":
-            record["profiles"] = list(profiles(chosen, place))
-            torch.cuda.empty_cache()  # the ranks share the card
-        for row in trained.measure(plan.ranks, plan.job, begun + plan.total_s):
-            steps.append(row)
-    except WrongResultError as error:
-        record["wrong"] = str(error)
-        raise
-    finally:
-        if place.type == "cuda":
-            record["limits"] = Limits(rows, steps).all()
-        record["checks"] = sum(row.get("checked", 0) for row in rows)
-        record["seconds"] = time.monotonic() - begun
-        print_lines(step_table(steps))
-        print_lines(limit_lines(record.get("limits", [])))
-
-
-def print_lines(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(line, flush=True)
+    return about | machine() | {"triton": triton.__version__}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer vectors, and two processes")
     parser.add_argument("--json", type=Path, help="where to write the record")
-    arguments = parser.parse_args()
-    on_card = torch.cuda.is_available()
-    place = torch.device("cuda", 0) if on_card else torch.device("cpu")
-    # On the CPU `sparcel.kernels` would take the kernels in C++.
-    chosen = kernels if on_card else importlib.import_module("sparcel.kernels.gpu")
-    plan = (QUICK if arguments.quick else FULL) if on_card else TRIAL
-    record = origin(place, arguments.quick)
-    if not on_card:
-        print("A TRIAL without a GPU: its times mean nothing, and no limit is judged.", flush=True)
-    print(f"{record['card']}, torch {record['torch']}, Triton {record['triton']}", flush=True)
-    path = arguments.json
-    if path is None and on_card:
-        name = re.sub("[^a-z0-9]+", "_", record["card"].lower())
-        path = RESULTS / f"gpu_{name}{'_quick' if arguments.quick else ''}.json"
+    path, record = parser.parse_args().json, origin()
+    if not ON_CARD:
+        from tests.card import on_card
+
+        say("A TRIAL without a GPU: its times mean nothing.")
+    say(f"{record['card']}, torch {record['torch']}, Triton {record['triton']}")
+    if path is None and ON_CARD:
+        path = RESULTS / f"gpu_{re.sub('[^a-z0-9]+', '_', record['card'].lower())}.json"
     try:
-        run(chosen, place, plan, record)
+        with nullcontext(torch.device("cuda", 0)) if ON_CARD else on_card() as place:
+            run(FULL if ON_CARD else TRIAL, place, record)
     except WrongResultError as error:
+        record["wrong"] = str(error)
         sys.exit(f"wrong result: {error}")
     finally:
         if path is not None:
             path.write_text(json.dumps(record, indent=1) + "\n")
-    failed = [row for row in record["kernels"] + record["steps"] if "failed" in row.get("note", "")]
+    failed = [row for row in record["passes"] + record["steps"] if "failed" in row.get("note", "")]
     if failed:
-        sys.exit(f"{len(failed)} measurements failed; the tables show which")
+        sys.exit(f"{len(failed)} measurements failed; the lines show which")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What each rank of `steps.py` does: train on one card with each method, and time the steps.
+"""What each process of `measure` does: train on one card with several methods that take turns.
 
 The first argument is a job, see `Job`. Rank 0 prints a line of JSON a method. A step is forward,
 backward, exchange and optimiser, timed until the card has done it; its time is that of the slowest
-rank.
+rank. What an exchange takes is the difference to a step without one.
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ import hashlib
 import json
 import os
 import sys
-import threading
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -29,14 +26,15 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
-from benchmarks.gpu.checks import expect
+from benchmarks.gpu.clock import work_of
+from benchmarks.gpu.passes import Row, expect
 from sparcel import device
-from sparcel.comm import ring_bytes
-from sparcel.profiling import timed_by
 
 WARM_UP_STEPS = 4
 """DDP lays out its buckets anew after the first, and PowerSGD begins in the third."""
-MOST_STEPS, LEAST_STEPS = 20, 3
+LAST_STEPS = 3
+"""Steps of which the host's time is taken, with and without an exchange."""
+BY_NCCL = ", by NCCL"
 
 Model, Optimizer = DistributedDataParallel, torch.optim.Optimizer
 Attach = Callable[[Model, Optimizer], sparcel.Handle | None]
@@ -51,15 +49,18 @@ class Job:
     ----------
     width, layers, batch
         An MLP of so many square layers, and the samples of a rank.
-    seconds
-        About how long to time each method.
+    rounds
+        How many steps of each method are timed.
+    nccl
+        Whether NCCL carries what DDP exchanges, and, beside the host, what sparcel does.
     """
 
     device: str
     width: int
     layers: int
     batch: int
-    seconds: float
+    rounds: int
+    nccl: bool = False
 
 
 def alone(model: Model, optimizer: Optimizer) -> None:
@@ -78,35 +79,38 @@ def powersgd(model: Model, optimizer: Optimizer) -> None:
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-def default(model: Model, optimizer: Optimizer) -> sparcel.Handle:
+def ours(model: Model, optimizer: Optimizer, name: str | None = None, **settings: Any) -> Any:
     # By default the first 127 steps send everything.
-    return sparcel.attach(model, optimizer=optimizer, frontload=False)
+    return sparcel.attach(model, name, optimizer=optimizer, frontload=False, **settings)
 
 
-def topk(model: Model, optimizer: Optimizer) -> sparcel.Handle:
-    return sparcel.attach(model, "topk", density=0.01, optimizer=optimizer, frontload=False)
-
-
-METHODS: dict[str, Attach] = {
-    "DDP": alone,
-    "DDP bf16": bf16,
-    "PowerSGD 4": powersgd,
-    "sparcel": default,
-    "topk 1 %": topk,
+OURS: dict[str, Callable[..., Any]] = {
+    "default": ours,
+    "everything in 4 bits": partial(ours, density=1),
+    "topk 1 %": partial(ours, name="topk", density=0.01),
 }
+BY_HOST: dict[str, Attach] = {"DDP": alone, "DDP bf16": bf16, "PowerSGD 4": powersgd, **OURS}
+
+
+def methods(job: Job) -> dict[str, Attach]:
+    """Return what takes turns, by name."""
+    if not job.nccl:
+        return BY_HOST
+    by_nccl = {name + BY_NCCL: partial(one, carrier="nccl") for name, one in OURS.items()}
+    return {"DDP": alone, **OURS, **by_nccl}
 
 
 class Training:
     """One method's training on this rank."""
 
     def __init__(self, job: Job, attach: Attach) -> None:
-        self.job, self.device = job, torch.device(job.device)
+        self.device = torch.device(job.device)
         torch.manual_seed(0)
         square = [nn.Linear(job.width, job.width) for _ in range(job.layers)]
         hidden = [module for layer in square[:-1] for module in (layer, nn.ReLU())]
         module = nn.Sequential(*hidden, square[-1]).to(self.device)
         torch.manual_seed(1 + dist.get_rank())
-        self.x, self.y = torch.randn(2, job.batch, job.width, device=self.device)
+        self.x, self.y = torch.randn(2, job.batch, job.width).to(self.device)
         # PowerSGD over Gloo needs one bucket: with several, its collectives come in another order
         # on each rank.
         self.model = DistributedDataParallel(
@@ -116,6 +120,12 @@ class Training:
         self.handle = attach(self.model, self.optimizer)
         self.parameters = sum(parameter.numel() for parameter in module.parameters())
         self.loss = torch.zeros(())
+        self.step()
+        self.first_loss = self.mean_loss()
+        for _ in range(WARM_UP_STEPS - 1):
+            self.step()
+        self.ms: list[float] = []
+        self.sent = 0.0
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -124,15 +134,21 @@ class Training:
         self.loss.backward()
         self.optimizer.step()
 
-    def seconds(self) -> float:
-        """Take a step, and return the seconds of the slowest rank."""
-        dist.barrier()
+    def timed(self) -> tuple[float, float]:
+        """Take a step; return the slowest rank's milliseconds, and those of this rank's host."""
+        self.finish()
+        meet()
         start = perf_counter()
         self.step()
+        host = perf_counter() - start
         self.finish()
-        taken = torch.tensor(perf_counter() - start)
-        dist.all_reduce(taken, dist.ReduceOp.MAX)
-        return taken.item()
+        return most(1e3 * (perf_counter() - start)), 1e3 * host
+
+    def turn(self) -> None:
+        """Take a step that counts."""
+        before = self.bytes_sent()
+        self.ms.append(self.timed()[0])  # after which all ranks have sent what they send
+        self.sent += self.bytes_sent() - before
 
     def finish(self) -> None:
         """Wait for the card."""
@@ -145,147 +161,109 @@ class Training:
         dist.all_reduce(mean)
         return mean.item()
 
-    def sent(self) -> tuple[int, int]:
-        """Return the bytes sent so far, by sparcel's count and by the interface's; 0 for none."""
-        counted = self.handle.stats().bytes_sent if self.handle else 0
-        return counted, interface_bytes()
+    def bytes_sent(self) -> float:
+        """Return the bytes sent so far, by sparcel's count, or a share of what loopback has."""
+        if self.handle is not None:
+            return float(self.handle.stats().bytes_sent)
+        return loopback_bytes() / dist.get_world_size()
+
+    def waits(self) -> int:
+        """Return how often the host has waited for the card in `sparcel.device.read`."""
+        if self.handle is None:
+            return 0
+        comm = self.handle._session.ranks.comm  # its jobs run on a thread that counts for itself
+        return device.reads() + comm.submit(device.reads).wait()
 
     def weights(self) -> str:
-        """Return what tells whether two ranks have the same parameters."""
+        """Return what tells whether two trainings, or two ranks, have the same parameters."""
         whole = torch.cat([part.detach().flatten() for part in self.model.parameters()]).cpu()
-        expect(whole.isfinite().all(), "all parameters are finite")
+        expect(bool(whole.isfinite().all()), "all parameters are finite")
         return hashlib.sha256(whole.numpy().tobytes()).hexdigest()
 
+    def row(self) -> Row:
+        """Return the figures of the steps that counted, and of some more; it ends the training."""
+        last, before = self.mean_loss(), self.waits()
+        whole = work_of(self.step, self.device)
+        waits = self.waits() - before
+        host = median(self.timed()[1] for _ in range(LAST_STEPS))
+        with self.model.no_sync():  # after which the ranks' models differ
+            alone = work_of(self.step, self.device)
+            computing = [self.timed() for _ in range(LAST_STEPS)]
+        known = whole.device_ms is not None and alone.device_ms is not None
+        if self.handle is not None:
+            self.handle.close()
+        return {
+            "ranks": dist.get_world_size(),
+            "parameters": self.parameters,
+            "step_ms": median(self.ms),
+            "min_ms": min(self.ms),
+            "max_ms": max(self.ms),
+            "repeats": len(self.ms),
+            "compute_ms": median(step for step, _ in computing),
+            "exchange_host_ms": host - median(host for _, host in computing),
+            "exchange_device_ms": whole.device_ms - alone.device_ms if known else None,
+            "exchange_launches": whole.launches - alone.launches,
+            "waits": waits,
+            "sent_bytes": most(self.sent / len(self.ms)),
+            "loss": [self.first_loss, last],
+        }
 
-def interface_bytes() -> int:
-    """Return the bytes that the interface of this rank's node has sent; 0 if nobody counts them."""
-    file, name = Path("/proc/net/dev"), os.environ.get("GLOO_SOCKET_IFNAME")
+
+def meet() -> None:
+    """Wait for all ranks."""
+    dist.all_reduce(torch.zeros(1))
+
+
+def most(figure: float) -> float:
+    """Return the largest figure of any rank."""
+    figures = torch.tensor(figure, dtype=torch.float64)
+    dist.all_reduce(figures, dist.ReduceOp.MAX)
+    return figures.item()
+
+
+def loopback_bytes() -> int:
+    """Return the bytes that this machine's processes have sent each other; 0 if nobody counts."""
+    file = Path("/proc/net/dev")
     lines = file.read_text().splitlines() if file.exists() else []
-    counts = [line.split(":")[1].split() for line in lines if line.strip().startswith(f"{name}:")]
+    counts = [line.split(":")[1].split() for line in lines if line.strip().startswith("lo:")]
     return int(counts[0][8]) if counts else 0
 
 
-class Reads:
-    """How often the host waited for the card in `sparcel.device.read`, by part of a step.
+def rows(job: Job) -> Iterator[Row]:
+    """Yield the row of each method, which take turns; all ranks call.
 
-    ``blocks`` has the name of each part that ran, on any thread, and the reads in it that were not
-    in a part inside of it.
+    Raises
+    ------
+    WrongResultError
+        If ranks end with different parameters, if a loss does not fall, or if NCCL brings others
+        than the host.
     """
-
-    def __init__(self) -> None:
-        self.blocks: list[tuple[str, int]] = []
-        self._thread = threading.local()
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Count the reads in the block."""
-        outer = getattr(self._thread, "inside", 0)
-        self._thread.inside, before = 0, device.reads()
-        try:
-            yield
-        finally:
-            reads = device.reads() - before
-            self.blocks.append((name, reads - self._thread.inside))
-            self._thread.inside = outer + reads
-
-
-def synchronisations(training: Training) -> dict[str, Any] | None:
-    """Count how often the host waits for the card in a step of sparcel.
-
-    torch warns of the waits that it knows; those of `sparcel.device.read`, by events, are not among
-    them.
-    """
-    handle, reads = training.handle, Reads()
-    if handle is None:
-        return None
-    comm = handle._session.ranks.comm  # its jobs run on a thread that counts for itself
-    on_thread = lambda: comm.submit(device.reads).wait()  # noqa: E731
-    on_card = training.device.type == "cuda"
-    before = device.reads() + on_thread()
-    with warnings.catch_warnings(record=True) as caught, timed_by(reads.part):
-        warnings.simplefilter("always")
-        if on_card:
-            torch.cuda.set_sync_debug_mode("warn")
-        training.step()
-        if on_card:
-            torch.cuda.set_sync_debug_mode("default")
-    total = device.reads() + on_thread() - before
-    waits = [one for one in caught if "called a synchronizing" in str(one.message)]
-    places = Counter(f"{Path(one.filename).name}:{one.lineno}" for one in waits)
-    return {
-        "reads": total,
-        "reads_in_parts": sum(count for _, count in reads.blocks),
-        "most_reads_in_a_part": max((count for _, count in reads.blocks), default=0),
-        "parts": dict(Counter(name for name, _ in reads.blocks)),
-        "reads_by_part": dict(sum((Counter({n: c}) for n, c in reads.blocks), Counter())),
-        "warnings": len(waits),
-        "warned_at": dict(places.most_common(10)),
-    }
-
-
-def measured(job: Job, name: str) -> dict[str, Any]:
-    """Train with a method, and return its row; the same on all ranks but for the counts."""
-    training = Training(job, METHODS[name])
-    training.seconds()
-    ranks, first = dist.get_world_size(), training.mean_loss()
-    taken = min(training.seconds() for _ in range(WARM_UP_STEPS - 1))
-    steps = min(MOST_STEPS, max(LEAST_STEPS, round(job.seconds / taken)))
-    before = training.sent()
-    times = [training.seconds() for _ in range(steps)]
-    payload, wire = ((b - a) / steps for a, b in zip(before, training.sent(), strict=True))
-    last = training.mean_loss()
-    waits = synchronisations(training)
-    weights, there = training.weights(), [""] * ranks
-    dist.all_gather_object(there, weights)
-    expect(len(set(there)) == 1, f"{name}: all ranks have the same parameters")
-    expect(last < first, f"{name}: the loss falls")
-    with training.model.no_sync():  # after which the ranks' models differ
-        alone = [training.seconds() for _ in range(LEAST_STEPS)]
-    step, compute = median(times), median(alone)
-    row = {
-        "method": name,
-        "ranks": ranks,
-        "parameters": training.parameters,
-        "step_ms": 1e3 * step,
-        "min_ms": 1e3 * min(times),
-        "max_ms": 1e3 * max(times),
-        "repeats": steps,
-        "compute_ms": 1e3 * compute,
-        "payload_bytes": payload,
-        "wire_bytes": wire,
-        "ring_bytes": ring_bytes(4 * training.parameters, ranks),
-        "loss": [first, last],
-        "synchronisations": waits,
-    }
-    if training.handle is not None:
-        training.handle.close()
-    return row
-
-
-def rows(job: Job) -> Iterator[dict[str, Any]]:
-    """Yield the row of each method, with the bytes of the busiest rank.
-
-    ``exchange_share`` is the share of a step beyond the computation of DDP alone.
-    """
-    compute_ms = None
-    for name in METHODS:
-        row = measured(job, name)
-        compute_ms = compute_ms or row["compute_ms"]
-        row["exchange_share"] = max(0.0, 1 - compute_ms / row["step_ms"])
-        everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, row)
-        for count in ("payload_bytes", "wire_bytes"):
-            row[count] = max(one[count] for one in everywhere)
-        yield row
+    trainings = {name: Training(job, attach) for name, attach in methods(job).items()}
+    for _ in range(job.rounds):
+        for training in trainings.values():
+            training.turn()
+    weights = {name: training.weights() for name, training in trainings.items()}
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, weights)
+    for name, training in trainings.items():
+        there = {one[name] for one in everywhere} | {weights[name.removesuffix(BY_NCCL)]}
+        expect(len(there) == 1, f"{name}: the same parameters on all ranks, and by any carrier")
+        row = training.row()
+        first, last = row["loss"]
+        expect(last < first, f"{name}: the loss falls")
+        yield {"method": name, **row}
 
 
 def main() -> None:
     torch.set_num_threads(1)  # the ranks share the cores
-    dist.init_process_group("gloo")
-    for row in rows(Job(**json.loads(sys.argv[1]))):
+    job = Job(**json.loads(sys.argv[1]))
+    if job.device != "cpu":
+        torch.cuda.set_device(job.device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if job.nccl else "gloo")
+    for row in rows(job):
         if dist.get_rank() == 0:
             print(json.dumps(row), flush=True)
-    dist.barrier()
+    meet()
     # A thread of Gloo's may let go of a tensor while Python ends, and that aborts the process.
     os._exit(0)
 

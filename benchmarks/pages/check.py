@@ -57,6 +57,9 @@ DEFAULT_IN = {
 NO_COMMIT = ("bench_8_nodes_1gbit", "bench_formats", "demo_digits", "demo_digits_10gbit")
 """Records that tell no commit, of times alone; the page that shows one says what is older."""
 
+COUNTED = "everything in 4 bits", "nccl"
+"""A method and its carrier whose kernels are counted anew; layers and ranks change no number."""
+
 NO_RECORD = "fill_in.svg"
 """Made by examples/fill_in.py, whose training rounds differently on other processors."""
 
@@ -293,6 +296,23 @@ def fsdp() -> Faults:
     yield from absent("docs/how-to/fsdp.md", lines, at_least=3)
 
 
+def gpu() -> Faults:
+    tables: Any = importlib.import_module("benchmarks.gpu.tables")
+    page = "docs/how-to/gpu.md"
+    yield from absent(page, tables.all_tables(), at_least=15)
+    whole, selected = tables.room()["`density=1`"], tables.room()["default"]
+    sentence = f"{selected:.1f} bytes for each of its parameters for messages, {whole:.1f} with"
+    yield from without(page, sentence)
+    counts: Any = importlib.import_module("benchmarks.gpu.counts")
+    for row in recorded("gpu_counts")["rows"]:
+        if (row["method"], row["carrier"]) == COUNTED and row["commit"] != tables.BEFORE:
+            (found,) = counts.everywhere(2, 36, *([one] for one in COUNTED))
+            kernels = {part: row[part]["triton"] for part in ("bucket", "step")}
+            yield from different(
+                "gpu_counts.json", kernels, {part: found[part]["triton"] for part in kernels}
+            )
+
+
 def linear() -> Faults:
     report: Any = importlib.import_module("benchmarks.linear.report")
     lines = (line for line in report.all_tables() if line.startswith("|"))
@@ -388,6 +408,7 @@ CHECKS: tuple[Callable[[], Faults], ...] = (
     demo,
     figures,
     fsdp,
+    gpu,
     linear,
     optimizers,
     papers,

@@ -1,0 +1,168 @@
+"""The three passes of an exchange by regions on a device, beside what else reads a vector.
+
+One process does what the ranks would do. All have the same memory and gradient, so a message of
+one is a message of any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.clock import Call, captured, cost_of
+from sparcel import device, kernels
+from sparcel.formats import HEADER_BYTES, format_named, message_length
+from sparcel.kernels import Addition, Regions
+from sparcel.regions import phase
+
+RANKS = 8
+DENSITIES = {"4 bits": (1.0, 1.0), "10 % and 30 %": (0.1, 0.3)}
+"""Shares of the coordinates that travel up, and down, in 4 bits."""
+SELECTED = 0.01
+_PERIOD = 1 << 24
+"""Numbers that are drawn; longer vectors repeat them."""
+
+Row = dict[str, Any]
+
+
+class WrongResultError(AssertionError):
+    """A result is not what it should be; the message names the check."""
+
+
+def expect(holds: bool, what: str) -> None:
+    """Raise `WrongResultError` unless something holds."""
+    if not holds:
+        raise WrongResultError(what)
+
+
+def vector(size: int, place: torch.device, seed: int) -> Tensor:
+    """Return numbers with heavy tails, as gradients have them."""
+    draws = torch.randn(min(size, _PERIOD), generator=torch.Generator().manual_seed(seed)) ** 3
+    return device.put(draws, place, torch.float32).repeat(-(-size // _PERIOD))[:size].contiguous()
+
+
+@dataclass
+class Exchange:
+    """The passes of rank 0, and what the others would have sent it."""
+
+    addition: Addition
+    out: Tensor
+    up: kernels.Phase
+    down: kernels.Phase
+
+    def __post_init__(self) -> None:
+        to_others = kernels.enter(self.addition, self.up, 0, 0).messages
+        to_first, *_ = kernels.enter(self.addition, self.up, 1, 0).messages
+        join = torch.stack if isinstance(to_others, Tensor) else list
+        self.arrived = join([to_first] * RANKS)
+        returned = []
+        for owner, message in enumerate([to_first, *to_others[1:]]):
+            kernels.enter(self.addition, self.up, owner, 0)
+            returned.append(self._collect(join([message] * RANKS), owner).message)
+        self.returned = join(returned)
+
+    @classmethod
+    def of(cls, memory: Tensor, gradient: Tensor, up: float, down: float) -> Exchange:
+        """Return an exchange of shares of a vector in 4 bits."""
+        size, format = memory.numel(), format_named("packed:4")
+        regions = Regions.of(size, RANKS)
+        phases = (phase(regions, ((size, one),), format, torch.float32) for one in (up, down))
+        scratch, out = torch.empty_like(memory), torch.empty_like(memory)
+        return cls(Addition(memory, gradient, scratch), out, *phases)
+
+    def enter(self) -> Any:
+        """Do the first pass; return what it does."""
+        return kernels.enter(self.addition, self.up, 0, 0)
+
+    def collect(self) -> Any:
+        """Do the second."""
+        return self._collect(self.arrived, 0)
+
+    def deliver(self) -> Any:
+        """Do the third."""
+        return kernels.deliver(self.out, self.returned, self.down, float(RANKS))
+
+    def all(self) -> tuple[Any, Any]:
+        """Do all three; return what the first two do."""
+        done = self.enter(), self.collect()
+        self.deliver()
+        return done
+
+    def _collect(self, arrived: Any, owner: int) -> Any:
+        return kernels.collect(self.addition, arrived, self.up, self.down, owner, 0)
+
+    def results(self) -> dict[str, list[Tensor]]:
+        """Return what the passes leave, on the host, messages without what follows them."""
+        entered, collected = self.all()
+        return {
+            "messages up": [_cut(message) for message in entered.messages[1:]],
+            "the message down": [_cut(collected.message)],
+            "what is kept": [device.read(self.addition.scratch)],
+            "the update": [device.read(self.out)],
+        }
+
+
+def _cut(message: Tensor) -> Tensor:
+    near = device.read(message)
+    return near[: message_length(near[:HEADER_BYTES])]
+
+
+def check(memory: Tensor, gradient: Tensor, up: float, down: float) -> None:
+    """Check that the passes have the bits of the CPU's."""
+    found = Exchange.of(memory, gradient, up, down).results()
+    expected = Exchange.of(device.read(memory), device.read(gradient), up, down).results()
+    for what, parts in found.items():
+        same = all(
+            torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+            for one, other in zip(parts, expected[what], strict=True)
+        )
+        expect(same, f"{what} of {up:.0%} and {down:.0%} have the bits of the CPU's")
+
+
+def calls(memory: Tensor, gradient: Tensor, up: float, down: float) -> dict[str, Call]:
+    """Return the passes, one by one and all together."""
+    exchange = Exchange.of(memory, gradient, up, down)
+    return {one: getattr(exchange, one) for one in ("enter", "collect", "deliver", "all")}
+
+
+def others(memory: Tensor, gradient: Tensor) -> dict[str, Call]:
+    """Return what the passes are compared with."""
+    sum, k = torch.empty_like(memory), round(SELECTED * memory.numel())
+    return {
+        "copy": partial(sum.copy_, gradient),
+        "add_": partial(sum.add_, gradient),
+        "torch.topk 1 %": lambda: gradient.abs().topk(k, sorted=False),
+        "accumulate_topk 1 %": partial(kernels.accumulate_topk, Addition(memory, gradient, sum), k),
+    }
+
+
+def measure(size: int, place: torch.device, repeats: int, checked: bool) -> Iterator[Row]:
+    """Yield a row for each call on vectors of a size, or why it was not measured.
+
+    Raises
+    ------
+    WrongResultError
+        If results are ``checked`` and not those of the CPU.
+    """
+    memory, gradient = vector(size, place, 0), vector(size, place, 1)
+    groups = {"": partial(others, memory, gradient)}
+    for name, shares in DENSITIES.items():
+        if checked:
+            check(memory, gradient, *shares)
+        groups[f", {name}"] = partial(calls, memory, gradient, *shares)
+    for name, make in groups.items():
+        about: Row = {"size": size, "call": f"what follows{name}"}
+        try:
+            for call, do in make().items():
+                about = {"size": size, "call": f"{call}{name}"}
+                yield about | cost_of(do, place, repeats)
+            if name and place.type == "cuda":
+                about = {"size": size, "call": f"all in a graph{name}"}
+                yield about | cost_of(captured(do), place, repeats)
+        except Exception as error:
+            yield about | {"note": f"failed: {type(error).__name__}: {error}".splitlines()[0][:200]}

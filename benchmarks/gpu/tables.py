@@ -1,0 +1,151 @@
+"""The tables of docs/how-to/gpu.md: measured, counted, and computed from bytes and passes.
+
+python -m benchmarks.gpu.tables
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from sparcel.comm import ring_bytes
+from sparcel.cost.predict import count
+from sparcel.formats import format_named
+from sparcel.kernels import Regions
+from sparcel.regions import phase, stages
+from sparcel.stages import Problem
+
+RESULTS = Path(__file__).parents[1] / "results"
+BEFORE = "958b5150"
+"""The commit of which `counts` keeps the rows: the last one before the three passes."""
+CARD = "gpu_nvidia_h100_80gb_hbm3"
+RANKS, GBITS = 8, (10, 25, 100)
+"""What the computed table is for."""
+SHARES = {"default": (0.1, 0.3), "`density=1`": (1.0, 1.0)}
+"""How much of a vector goes up, and comes down, in 4 bits."""
+WIDTH, LAYERS, LOW_RANK = 2048, 6, 4
+"""The MLP that `measure` trains, and the rank of PowerSGD."""
+SIZE = LAYERS * WIDTH * (WIDTH + 1)
+
+METHODS = {
+    "DDP": "DDP",
+    "DDP bf16": "DDP, bfloat16",
+    "PowerSGD 4": "PowerSGD, rank 4",
+    "sparcel": "sparcel's default",
+    "topk 1 %": "`topk`, 1 %",
+}
+"""What the record of the card calls methods, and what the page does."""
+
+COPY_MS = 0.051
+PASSES_MS = {"default": 0.340, "`density=1`": 0.122}
+"""Of 25 million coordinates on an H200, by prototypes that are not sparcel's code, 2026-11-27."""
+
+Row = dict[str, Any]
+
+
+def recorded(name: str) -> Row:
+    record: Row = json.loads((RESULTS / f"{name}.json").read_text())
+    return record
+
+
+def measured() -> Iterator[str]:
+    """Yield the table of steps on a card that processes share."""
+    steps = recorded(CARD)["steps"]
+    yield "| | 1 process | 2 | 4 | MB sent | plus, at 1 Gbit/s |"
+    yield "|---|---|---|---|---|---|"
+    for method, name in METHODS.items():
+        rows = [row for row in steps if row["method"] == method]
+        times = (f"{row['step_ms']:.0f}" for row in rows)
+        sent = rows[-1]["sent_bytes"] / 1e6
+        cells = [name, *times, f"{sent:.{0 if sent > 10 else 1}f}", f"{8 * sent:.0f} ms"]
+        yield f"| {' | '.join(cells)} |"
+
+
+def counted() -> Iterator[str]:
+    """Yield the table of what a step gives a card to do, before and now."""
+    rows = recorded("gpu_counts")["rows"]
+    before, now = (
+        [row for row in rows if (row["commit"] == BEFORE) == old] for old in (True, False)
+    )
+    yield "| a step of four buckets | `carrier=` | launches | copies | waits | launches, a bucket |"
+    yield "|---|---|---|---|---|---|"
+    for old, new in zip(before, now, strict=True):
+        pairs = zip(_numbers(old), _numbers(new), strict=True)
+        cells = (f"{one:,} → {other:,}" for one, other in pairs)
+        yield f"| {new['method']} | {new['carrier']} | {' | '.join(cells)} |"
+
+
+def _numbers(row: Row) -> tuple[int, ...]:
+    step = row["step"]
+    whole, bucket = (one["triton"] + one["torch"] for one in (step, row["bucket"]))
+    return whole, step["copies"], step["waits"], bucket
+
+
+class Choice(NamedTuple):
+    """A method, the bytes that a rank sends, and what its passes take on the card."""
+
+    name: str
+    nbytes: float
+    passes_ms: float
+
+    def ms(self, gbits: float) -> float:
+        """Return what the exchange takes at least, on links of so many Gbit/s."""
+        return self.passes_ms + 8e-6 * self.nbytes / gbits
+
+
+def choices() -> list[Choice]:
+    """Return the methods for the MLP, whose biases count as weights."""
+    low_rank = LAYERS * (2 * WIDTH * LOW_RANK + WIDTH)
+    return [
+        Choice("DDP", ring_bytes(4 * SIZE, RANKS), 0.0),
+        # Two conversions, of 6 bytes a coordinate each, where a copy has 8.
+        Choice("DDP, bfloat16", ring_bytes(2 * SIZE, RANKS), 1.5 * COPY_MS),
+        Choice("PowerSGD, rank 4", ring_bytes(4 * low_rank, RANKS), powersgd_ms()),
+        *(Choice(name, bytes_by_regions(*SHARES[name]), ms) for name, ms in PASSES_MS.items()),
+    ]
+
+
+def powersgd_ms() -> float:
+    """Return by how much PowerSGD's step took longer than DDP's in one process on the H100."""
+    ms = {row["method"]: row["step_ms"] for row in recorded(CARD)["steps"] if row["ranks"] == 1}
+    return float(ms["PowerSGD 4"] - ms["DDP"])
+
+
+def bytes_by_regions(up: float, down: float) -> float:
+    """Return the bytes that a rank sends where these shares travel by regions."""
+    problem = Problem(SIZE, round(up * SIZE), RANKS, format=format_named("packed:4"))
+    return count(lambda one: stages(one, round(down * SIZE)), problem).bytes_sent
+
+
+def computed() -> Iterator[str]:
+    """Yield the table of what an exchange takes at least."""
+    yield f"| | MB sent | passes | {' | '.join(f'{gbits} Gbit/s' for gbits in GBITS)} |"
+    yield "|---" * (3 + len(GBITS)) + "|"
+    for one in choices():
+        times = " | ".join(f"{one.ms(gbits):.3g}" for gbits in GBITS)
+        yield f"| {one.name} | {one.nbytes / 1e6:.1f} | {one.passes_ms:.2f} | {times} |"
+
+
+def room() -> dict[str, float]:
+    """Return how much memory the messages of a bucket take, in bytes a coordinate."""
+    regions, format = Regions.of(SIZE, RANKS), format_named("packed:4")
+    found = {}
+    for name, shares in SHARES.items():
+        up, down = (phase(regions, ((SIZE, one),), format, torch.float32) for one in shares)
+        # What goes up and what arrives, each with the own part's place, and what comes down.
+        found[name] = RANKS * (2 * max(up.bounds) + max(down.bounds)) / SIZE
+    return found
+
+
+def all_tables() -> Iterator[str]:
+    """Yield the lines of all tables."""
+    for table in (measured, counted, computed):
+        yield from table()
+
+
+if __name__ == "__main__":
+    print("\n".join(all_tables()))
