@@ -192,7 +192,7 @@ def step_line(row: Row) -> str:
     card = row["exchange_device_ms"]
     return (
         f"{start}{row['method']:28}{row['step_ms']:8.1f} ms a step, {row['compute_ms']:.1f} without"
-        f" exchange; of this {row['exchange_host_ms']:.2f} of the host"
+        f" exchange, which takes {row['exchange_host_ms']:.2f} of the host"
         + ("" if card is None else f", {card:.2f} of the card")
         + f"; {row['exchange_launches']} launches, {row['waits']} waits,"
         f" {row['sent_bytes'] / 1e6:.2f} MB sent"
