@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -34,7 +34,7 @@ pytestmark = [
     # NumPy computes in Triton's interpreter.
     pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
 ]
-few = settings(max_examples=20)
+few = settings(max_examples=17)
 
 FORMATS = (
     *("packed:4", "packed:4", "packed:8", "packed:2"),
@@ -180,7 +180,13 @@ def exchanges(draw: st.DrawFn) -> Exchange:
     return case
 
 
+SHARES = ((1000, 0.1), (1500, 0.3))
+
+
 @few
+@example(Exchange(2, 1500, "all equal", up=SHARES, down=SHARES, tile=64, chunks=4), 1, DTYPES[0])
+@example(Exchange(3, 1500, "special", up=SHARES, down=SHARES, tile=64, chunks=2), 0, DTYPES[1])
+@example(Exchange(2, 1500, up=SHARES, down=SHARES, scale=1e6), 0, torch.float16)
 @given(exchanges(), st.integers(0, 4), st.sampled_from(DTYPES))
 def test_the_passes_have_the_bits_of_the_compiled_ones(
     case: Exchange, rank: int, dtype: torch.dtype
@@ -229,34 +235,13 @@ def test_the_passes_have_the_bits_of_the_compiled_ones(
         assert same_bits(out.cpu(), expected_out)
 
 
-def repacked(draw: st.DrawFn, message: Tensor) -> Tensor:
-    """Draw a message with other places, as many: one twice, two that change places, or one past."""
-    size, count = message[16:32].view(torch.int64).tolist()
-    words = packing.packed_words(count, size)
-    places = message[message.numel() - 8 * words :].clone().view(torch.int64)
-    indices = kernels.unpack_indices(places, count, size)[0].clone()
-    first, second = (draw(st.integers(0, count - 1)) for _ in range(2))
-    kind = draw(st.sampled_from(["twice", "swapped", "past"]))
-    if kind == "past":
-        indices[-1] += draw(st.integers(1, 64))
-    elif kind == "swapped":
-        indices[[first, second]] = indices[[second, first]]
-    else:
-        indices[first] = indices[max(first - 1, 0)]
-    made = message.clone()
-    last = int(indices.max()) >> packing.layout(count, size)[0]
-    if last + (count - 1 if count <= size // 4 else 0) < 64 * words:  # there is such a bit
-        made[message.numel() - 8 * words :] = packing.pack_indices(indices, size).view(torch.uint8)
-    return made
-
-
 @st.composite
 def damages(draw: st.DrawFn, message: Tensor, row: int) -> Tensor:
     """Draw what becomes of a message in a row of so many bytes."""
     made = message.clone()
     header, length = made[:40].view(torch.int64), message.numel()
     size, count = header[2:4].tolist()
-    kinds = ["header", "number", "count", *(["byte", "end", "places", "places"] if count else [])]
+    kinds = ["header", "number", "count", *(["byte", "end"] if count else [])]
     match draw(st.sampled_from(kinds)):
         case "header":
             made[draw(st.integers(0, 39))] ^= draw(st.integers(1, 255))
@@ -269,10 +254,8 @@ def damages(draw: st.DrawFn, message: Tensor, row: int) -> Tensor:
             made = torch.cat([made, made.new_full((row - length,), draw(st.integers(0, 255)))])
         case "byte":
             made[draw(st.integers(40, length - 1))] ^= draw(st.integers(1, 255))
-        case "end":
-            made[draw(st.integers(length - 8, length - 1))] ^= 0x80
         case _:
-            made = repacked(draw, message)
+            made[draw(st.integers(length - 8, length - 1))] ^= 0x80
     return made
 
 
@@ -321,6 +304,39 @@ def test_bad_messages_are_noticed_or_mean_what_they_mean_on_the_cpu(
     if not wrong:
         assert int(found[0]) == entries
         assert not finite or same_bits(out.cpu(), expected_out)
+
+
+@pytest.mark.parametrize("kind", ["none", "twice", "swapped", "past", "filled"])
+@pytest.mark.parametrize("density", [0.1, 0.6])
+def test_places_are_in_order_and_in_the_region(kind: str, density: float) -> None:
+    """Places are repacked; ``filled`` sets a bit after those of a plain bitmap."""
+    case = Exchange(2, 713, up=((713, density),), tile=64, chunks=2)
+    part = case.phase(case.up)
+    made = Cpu(case, 0, part, part).enter().messages[1]
+    assert made is not None
+    size, count = made[16:32].clone().view(torch.int64).tolist()
+    assert (count > size // 4) == (density > 0.25)
+    low_bits, _ = packing.layout(count, size)
+    places = made[made.numel() - 8 * packing.packed_words(count, size) :]
+    indices, _ = kernels.unpack_indices(places.clone().view(torch.int64), count, size)
+    upper = indices >> low_bits
+    near = 1 + int((upper[1:] == upper[:-1]).nonzero()[0]) if low_bits else 1
+    match kind:
+        case "twice":
+            indices[near] = indices[near - 1]
+        case "swapped":
+            indices[[near - 1, near]] = indices[[near, near - 1]]
+        case "past":
+            indices[-1] = size
+    places[:] = packing.pack_indices(indices, size).view(torch.uint8)
+    if kind == "filled":
+        places[-1] |= 0x80
+    bad = kind != "none" and not (density > 0.25 and kind == "swapped")
+    bad = bad and not (density < 0.25 and kind == "filled")
+    rows = rows_of([made, None], part)
+    with case.tiles():
+        added = _places.add(torch.zeros(713, device=DEVICE), rows, part, 1)
+    assert (bool(added.fault), bool(added.finite)) == (bad, not bad)
 
 
 def test_messages_longer_than_their_row_are_bad() -> None:

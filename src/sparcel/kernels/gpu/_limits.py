@@ -81,6 +81,7 @@ def sum_at(
     memory, gradient, scale, at, size,
     WHOLE: tl.constexpr, ADDED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
+    """Return memory + scale·gradient at coordinates, or memory alone; 0 from ``size`` on."""
     total = load_inside(memory, at, size, WHOLE)
     if ADDED:
         addend = load_inside(gradient, at, size, WHOLE).to(tl.float32)
