@@ -302,6 +302,8 @@ def _unpinned(shape: Any, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def _read(control: Tensor) -> Tensor:
+def _read(parts: list[Tensor]) -> list[Tensor]:
     _count("copies", "read")
-    return seen(control).clone()
+    for _ in parts[1:]:
+        _count("copies", "copy_")
+    return [seen(part).clone() for part in parts]

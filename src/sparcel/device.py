@@ -1,8 +1,9 @@
 """What passes between the host and a GPU: control that the host reads, and numbers it sends.
 
-A GPU works behind the host, which waits only for what decides: how long a result is, whether all
-was finite. `read` is the one place where it waits, for an event on a copy in pinned memory. What
-need not be known at once, such as whether a message was sound, waits for the next read.
+A GPU works behind the host, which waits only for what decides, such as how long a result is or
+whether all was finite (`read`), and for messages that it sends (`read_all`). It then waits for an
+event on copies in pinned memory. What need not be known at once, such as whether a message was
+sound, waits for the next `read`.
 """
 
 from __future__ import annotations
@@ -45,10 +46,7 @@ def read(control: Tensor) -> Tensor:
     control
         Any shape and dtype. A tensor on the host is returned as it is.
     """
-    if control.device.type not in GPUS:
-        return control.cpu()
-    content = _read([control.reshape(-1).view(torch.uint8)])
-    return content.clone().view(control.dtype).view(control.shape)
+    return _read([control])[0].clone() if control.device.type in GPUS else control.cpu()
 
 
 def read_all(messages: Sequence[Tensor]) -> list[Tensor]:
@@ -61,27 +59,20 @@ def read_all(messages: Sequence[Tensor]) -> list[Tensor]:
         memory, once each, however often they are in the list.
     """
     far = {id(message): message for message in messages if message.device.type in GPUS}
-    if not far:
-        return list(messages)
-    content = _read(list(far.values()))
-    parts = content.split([message.numel() for message in far.values()])
-    near = dict(zip(far, parts, strict=True))
+    near = dict(zip(far, _read(list(far.values())), strict=True)) if far else {}
     return [near.get(id(message), message) for message in messages]
 
 
-def _read(parts: list[Tensor]) -> Tensor:
-    """Return bytes of a GPU on the host, end to end, and raise what checks have found."""
+def _read(parts: list[Tensor]) -> list[Tensor]:
+    """Return tensors of a GPU on the host, and raise what checks have found."""
     checks = _thread.checks.copy()
     _thread.checks.clear()
-    # A GPU takes about as long for a copy of some bytes as for a copy of many.
-    parts = [*parts, *(fault.view(1) for fault, _ in checks)]
-    copied = _copied(torch.cat(parts) if len(parts) > 1 else parts[0])
     _thread.reads += 1
-    content = copied[: copied.numel() - len(checks)]
-    for found, (_, complaint) in zip(copied[content.numel() :].tolist(), checks, strict=True):
+    copies = _copied([*parts, *(fault for fault, _ in checks)])
+    for found, (_, complaint) in zip(copies[len(parts) :], checks, strict=True):
         if found:
             raise complaint()
-    return content
+    return copies[: len(parts)]
 
 
 def numbers(values: Sequence[Number]) -> list[Any]:
@@ -95,7 +86,8 @@ def numbers(values: Sequence[Number]) -> list[Any]:
     far = [one for one in values if isinstance(one, Tensor) and one.device.type in GPUS]
     if not far:
         return [one.item() if isinstance(one, Tensor) else one for one in values]
-    content = _read([one.reshape(-1).view(torch.uint8) for one in far])
+    # A GPU takes about as long for a copy of some bytes as for a copy of many.
+    (content,) = _read([torch.cat([one.reshape(-1).view(torch.uint8) for one in far])])
     parts = content.split([one.element_size() for one in far])
     # A clone begins where any dtype may.
     near = [part.clone().view(one.dtype) for part, one in zip(parts, far, strict=True)]
@@ -127,7 +119,7 @@ def later(fault: bool | Tensor, complaint: Callable[[], Exception]) -> None:
         Makes the exception.
     """
     if isinstance(fault, Tensor) and fault.device.type in GPUS:
-        _thread.checks.append((fault.view(torch.uint8), complaint))
+        _thread.checks.append((fault, complaint))
     elif not (isinstance(fault, Tensor) and fault.is_meta) and fault:
         raise complaint()
 
@@ -193,11 +185,10 @@ def _pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
 
-def _copied(control: Tensor) -> Tensor:
-    """Return a copy on the host, once it is complete."""
-    copy = _pinned(control.shape, control.dtype)
-    copy.copy_(control, non_blocking=True)
+def _copied(parts: list[Tensor]) -> list[Tensor]:
+    """Return copies on the host, once they are complete."""
+    copies = [_pinned(part.shape, part.dtype).copy_(part, non_blocking=True) for part in parts]
     event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(control.device))
+    event.record(torch.cuda.current_stream(parts[0].device))
     event.synchronize()
-    return copy
+    return copies

@@ -37,7 +37,7 @@ class Least(Scheme):
             comm.gather(gradient[:2].view(torch.uint8), 8, ALL_CONTROL)
         total = SparseStream.unchecked(torch.tensor([3]), torch.ones(1), gradient.numel())
         gradient.zero_()
-        return Outcome(total, True, 1, 1, 1.0, gradient.numel(), 1)
+        return Outcome(total, True, 1, 1, (1.0,), gradient.numel(), 1)
 
 
 def counted(comm: Communicator, run: Callable[[], object]) -> int:

@@ -79,8 +79,9 @@ BUCKETS = [[f"{layer}.{part}" for part in ("weight", "bias")] for layer in range
 def left_on_card(finite: bool, fault: bool = False) -> Returned:
     """Return flags and counts of an exchange, which stay on the device, as does a fault."""
     device.later(moved(torch.tensor(fault)), lambda: FormatError("a bad message"))
-    counts = torch.tensor(5), torch.tensor(7), torch.tensor(2.5, dtype=torch.float64)
-    return Returned(WRITTEN, *map(moved, (torch.tensor(finite), *counts)))
+    flag, sent, entries = map(moved, map(torch.tensor, (finite, 5, 7)))
+    up, down = map(moved, torch.tensor([3.0, -0.5], dtype=torch.float64))
+    return Returned(WRITTEN, flag, sent, entries, (up, down))
 
 
 def step_of(

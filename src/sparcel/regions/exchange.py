@@ -46,15 +46,15 @@ class Returned(NamedTuple):
         How many entries this rank sent to other owners.
     entries
         How many coordinates came back.
-    magnitude
-        By how much the magnitude of memory and gradient fell.
+    magnitudes
+        By how much the magnitude of memory and gradient fell in each phase.
     """
 
     average: SparseStream
     finite: bool | Tensor
     sent: Number
     entries: Number
-    magnitude: Number
+    magnitudes: tuple[Number, Number]
 
 
 def exchange_regions(
@@ -91,17 +91,17 @@ def exchange_regions(
     collected = kernels.collect(addition, arrived, up, down, rank, step)
     device.later(collected.fault, partial(_fault, comm, arrived, up, dtype, rank))
     returned = comm.spread(collected.message, down.bounds, message_length)
-    magnitude = entered.magnitude + collected.magnitude
+    magnitudes = entered.magnitude, collected.magnitude
     if out is None and not down.dense:
         average = _stream_of(comm, returned, down, divisor, addition)
-        return Returned(average, average.finite, entered.sent, average.nnz, magnitude)
+        return Returned(average, average.finite, entered.sent, average.nnz, magnitudes)
     update = addition.gradient.new_empty(down.regions.size) if out is None else out
     entries, finite, fault = kernels.deliver(update, returned, down, divisor)
     device.later(fault, partial(_fault, comm, returned, down, dtype))
     average = WRITTEN
     if out is None:
         average = SparseStream.unchecked(None, update, update.numel(), finite)
-    return Returned(average, finite, entered.sent, entries, magnitude)
+    return Returned(average, finite, entered.sent, entries, magnitudes)
 
 
 def _stream_of(

@@ -92,23 +92,26 @@ class Costs:
         Returns
         -------
         list, bool
-            The outcomes, in numbers of the host; whether all is finite.
+            The outcomes, with flags of the host; whether all is finite.
         """
-        values = [value for one in outcomes for value in one[1:5]]
-        found = device.numbers([*values, *flags])
+        values = [
+            value
+            for one in outcomes
+            for value in (one.finite, one.sent, one.entries, *one.magnitudes)
+        ]
+        found = iter(device.numbers([*values, *flags]))
         on_host = []
-        for place, one in enumerate(outcomes):
-            names = "finite", "sent", "entries", "magnitude"
-            here = one._replace(**dict(zip(names, found[4 * place :], strict=False)))
-            on_host.append(here)
-            self.coordinates += here.coordinates
-            self.asked += here.asked
-            self.selected += int(here.sent)
-            self.reduced += min(int(here.entries), here.coordinates)
-            if here.finite:
-                self.magnitude += float(here.magnitude)
-        finite = [here.finite for here in on_host]
-        return on_host, all(finite) and all(found[len(values) :])
+        for one in outcomes:
+            finite, sent, entries = next(found), next(found), next(found)
+            magnitude = sum(next(found) for _ in one.magnitudes)
+            on_host.append(one._replace(finite=finite))
+            self.coordinates += one.coordinates
+            self.asked += one.asked
+            self.selected += sent
+            self.reduced += min(entries, one.coordinates)
+            if finite:
+                self.magnitude += magnitude
+        return on_host, all(one.finite for one in on_host) and all(found)
 
     def count_whole(self, coordinates: int) -> None:
         """Add coordinates that all ranks send whole."""

@@ -56,7 +56,7 @@ class Dense(Scheme):
             average.copy_(wired)
         finite = finite_flag(average)
         stream = SparseStream.unchecked(None, average, size, finite)
-        return Outcome(stream, finite, size, size, 0.0, size, size, sent_whole=True)
+        return Outcome(stream, finite, size, size, (), size, size, sent_whole=True)
 
     def _agree(self, gradient: Tensor, comm: Communicator) -> None:
         check_agreement(SparseStream.unchecked(None, gradient, gradient.numel()), Wire(comm))

@@ -27,9 +27,9 @@ class Outcome(NamedTuple):
     finite
         Whether the vectors of all ranks, and their average, are finite. If not, the average is
         meaningless, and the step is void, on all ranks alike.
-    sent, entries, magnitude, coordinates, asked
+    sent, entries, magnitudes, coordinates, asked
         What the step adds to ``selected``, ``reduced``, ``magnitude``, ``coordinates`` and
-        ``asked`` of `Costs`.
+        ``asked`` of `Costs`; the sum of the magnitudes.
     sent_whole
         Whether the gradient was sent as it is, with what `Request.apart` names.
     """
@@ -38,7 +38,7 @@ class Outcome(NamedTuple):
     finite: bool | Tensor
     sent: Number
     entries: Number
-    magnitude: Number
+    magnitudes: tuple[Number, ...]
     coordinates: int
     asked: int
     sent_whole: bool = False

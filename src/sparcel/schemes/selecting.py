@@ -85,7 +85,7 @@ class Selecting(Sparsifier):
             assert applied is not None, "what leaves memory is sparse"
             self._memory.forget_velocity(applied)
         average = averaged(total, plan.ranks / request.scale, gradient.dtype, out)
-        counts = ledger.sent.nnz, total.nnz, ledger.magnitude
+        counts = ledger.sent.nnz, total.nnz, (ledger.magnitude,)
         return Outcome(average, average.finite, *counts, plan.coordinates, plan.asked)
 
     def _sends_all(self, plan: Plan) -> bool:

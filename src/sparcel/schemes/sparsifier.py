@@ -171,7 +171,7 @@ class Sparsifier(Scheme):
         self._memory.kept.zero_()
         average = averaged(total, plan.ranks / request.scale, gradient.dtype, out)
         sent = plan.coordinates
-        return Outcome(average, average.finite, sent, total.nnz, leaving, sent, sent)
+        return Outcome(average, average.finite, sent, total.nnz, (leaving,), sent, sent)
 
     def _by_regions(self, step: Step) -> Outcome:
         """Send shares of memory + gradient to the owners of regions, who return shares of sums."""
