@@ -159,8 +159,8 @@ nb::tuple deliver(const std::vector<Bytes>& messages, const std::vector<nb::byte
         if (arrived) {
             for (const Packed& one : *arrived) count += one.count;
             with_type<Half, Brain, float>(out.dtype(), [&]<class Out>(Type<Out>) {
-                finite = write_all(regions, *arrived, coding, float(divisor), threads,
-                                   data<Out>(out));
+                finite =
+                    write_all(regions, *arrived, coding, float(divisor), threads, data<Out>(out));
             });
         }
     }
