@@ -28,7 +28,11 @@ OTHERS = {
     "dgc": partial(sparcel.scheme, "dgc", density=0.1, clip=1.0),
     "chunked indices": partial(sparcel.scheme, "topk", density=0.3, format="chunked"),
 }
-ALL = {name: SCHEMES[name] for name in (*DISTINCT, "scalecom", "warm-up")} | SELECTORS | OTHERS
+BY_REGIONS = ("bidirectional 4 bits", "bidirectional all 8 bits", "bidirectional dense 2 bits")
+"""Both phases select; the second one does not; neither does."""
+
+OWN = dict.fromkeys((*DISTINCT, *BY_REGIONS, "scalecom", "warm-up"))
+ALL = {name: SCHEMES[name] for name in OWN} | SELECTORS | OTHERS
 WORLDS = [
     (name, 4 if "hitopk" in name or "nodes" in name else 2 + (place % 3 == 0 or name in LONG))
     for place, name in enumerate(ALL)
@@ -42,7 +46,7 @@ MOST_READS = {
     "topk": 4,
     "topk packed 4 bits": 4,
     # both messages, which travel by way of the host, and whether it is finite
-    "bidirectional 4 bits": 3,
+    **dict.fromkeys(BY_REGIONS, 3),
     # of the leader, of the tree's root, and with regions: see docs/how-to/gpu.md
     "scalecom": 9,
     "gtopk": 10,
@@ -55,6 +59,10 @@ MOST_LAUNCHES = {
     "topk": (24, 2),
     # also 1 for rounding, 2 for packing, and 5 for what rounding takes; 4 unpack a message
     "topk packed 4 bits": (36, 4),
+    # the three passes, the zeros of a new memory, and what joins the step's flags and counts
+    "bidirectional 4 bits": (4 + 7 + 3 + 2, 0),
+    "bidirectional all 8 bits": (4 + 5 + 2 + 2, 0),
+    "bidirectional dense 2 bits": (2 + 2 + 2 + 2, 0),
 }
 """How many kernels such a step gives a card, at most, and how many more for each other rank."""
 
