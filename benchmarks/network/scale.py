@@ -30,7 +30,8 @@ from sparcel.collectives.halving_doubling import halving_doubling
 from sparcel.comm import Communicator, Network
 from sparcel.formats import Expected
 from sparcel.ops import SUM
-from sparcel.schemes import Dense, Hierarchical, Scheme, TopK
+from sparcel.schemes import Dense, Hierarchical, Request, Scheme, TopK
+from sparcel.schemes.plan import Step
 from sparcel.wire import Wire
 
 # With a second of latency and unlimited bandwidth, the seconds are the rounds.
@@ -63,7 +64,9 @@ def two_levels(inner: Callable[[float], Scheme]) -> Callable[..., SparseStream]:
 
     def step(stream: SparseStream, comm: Communicator, k: int) -> SparseStream:
         scheme = Hierarchical(inner(k / stream.size), per_node(comm))
-        return comm.run(lambda: scheme.begin(stream.to_dense(), comm)).average
+        gradient, request = stream.to_dense(), Request()
+        plan = scheme.plan(gradient, comm, request)
+        return scheme.reduce(Step(gradient, comm, request, plan, None)).average
 
     return step
 

@@ -157,3 +157,18 @@ def test_reused_thresholds_follow_the_front():
     assert changed == [0, 1, 3, 7, 15]
     assert all(asked == reduced for asked, reduced in (counts[step] for step in changed))
     assert all(later[0] <= earlier[0] for earlier, later in pairwise(counts))
+
+
+@pytest.mark.parametrize("name", ["topk", "bidirectional"])
+def test_a_density_that_changes_is_that_of_the_next_step(name):
+    def program(comm):
+        scheme, sent = sparcel.scheme(name, density=0.01), []
+        for density in (0.01, 0.2, 0.01):
+            scheme.density, costs = density, Costs()
+            scheme.step(torch.randn(2000), comm, request=Request(costs=costs))
+            sent.append(costs.asked)
+        return sent
+
+    for few, many, again in sparcel.simulate(2, program).results:
+        assert few == again
+        assert many > 10 * few

@@ -90,11 +90,12 @@ class Sparsifier(Scheme):
         return ("memory", "velocity") if self.momentum else ("memory",)
 
     def _era(self, request: Request) -> object:
-        entry = self.steps // (self.warmup_steps or 1)
+        era = None
         if self.warmup:
-            return min(entry, len(self.warmup))
-        # Densities of the first steps change at powers of two.
-        return (self.steps + 1).bit_length() if request.front_loaded else None
+            era = min(self.steps // (self.warmup_steps or 1), len(self.warmup))
+        elif request.front_loaded:  # densities of the first steps change at powers of two
+            era = (self.steps + 1).bit_length()
+        return era, self.density, self.format
 
     def _planned(self, gradient: Tensor, comm: Communicator, request: Request) -> Plan:
         size = gradient.numel()
