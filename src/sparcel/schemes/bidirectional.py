@@ -10,7 +10,6 @@ from sparcel.formats import Format
 from sparcel.regions import Shares
 from sparcel.regions import stages as regions_stages
 from sparcel.schemes.plan import Span
-from sparcel.schemes.request import Request
 from sparcel.schemes.sparsifier import Sparsifier, sends_all
 from sparcel.stages import Problem, Stage
 
@@ -51,9 +50,6 @@ class Bidirectional(Sparsifier):
             self.returned = checked_number(
                 self.returned, "returned", at_least=self.density, at_most=1, hint="1 returns all"
             )
-
-    def _era(self, request: Request) -> object:
-        return super()._era(request), self.returned
 
     def _up_and_down(self, spans: Sequence[Span], format: Format) -> tuple[Shares, Shares] | None:
         if sends_all(spans):
