@@ -83,16 +83,19 @@ def numbers(values: Sequence[Number]) -> list[Any]:
     values
         Of Python, or tensors of one element of any dtype.
     """
-    far = [one for one in values if isinstance(one, Tensor) and one.device.type in GPUS]
-    if not far:
-        return [one.item() if isinstance(one, Tensor) else one for one in values]
-    # A GPU takes about as long for a copy of some bytes as for a copy of many.
-    (content,) = _read([torch.cat([one.reshape(-1).view(torch.uint8) for one in far])])
-    parts = content.split([one.element_size() for one in far])
-    # A clone begins where any dtype may.
-    near = [part.clone().view(one.dtype) for part, one in zip(parts, far, strict=True)]
-    found = {id(one): part.item() for one, part in zip(far, near, strict=True)}
-    return [found.get(id(one), one) for one in values]
+    far = {id(one): one for one in values if isinstance(one, Tensor) and one.device.type in GPUS}
+    found: dict[int, Tensor] = {}
+    if far:
+        # A GPU takes about as long for a copy of some bytes as for a copy of many.
+        (content,) = _read([torch.cat([one.reshape(-1).view(torch.uint8) for one in far.values()])])
+        parts = content.split([one.element_size() for one in far.values()])
+        # A clone begins where any dtype may.
+        found = {
+            key: part.clone().view(far[key].dtype) for key, part in zip(far, parts, strict=True)
+        }
+    settle()
+    held = [found.get(id(one), one) for one in values]
+    return [one.item() if isinstance(one, Tensor) else one for one in held]
 
 
 def truth(flag: bool | Tensor) -> bool:

@@ -162,6 +162,11 @@ class Memory:
         assert self._entering is not None, "what enters under momentum is a velocity"
         kernels.scatter(self._entering, indices, self._entering.new_zeros(indices.numel()))
 
+    def dtype(self, gradient: Tensor) -> torch.dtype:
+        """Return the dtype of the residual, also of one that a gradient will begin."""
+        residual = self.residual
+        return wide_dtype(gradient.dtype) if residual is None else residual.dtype
+
     def commit(self) -> None:
         """Make what the step keeps back the residual."""
         scratch, before, entering = self._scratch, self._before, self._entering

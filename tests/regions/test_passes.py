@@ -182,3 +182,31 @@ def test_momentum_stays_where_all_travels() -> None:
     )
     assert same_bits(returned, whole)
     assert whole.mean() > 5
+
+
+@pytest.mark.parametrize("format", ["packed:4", "raw"])
+@pytest.mark.parametrize("density", [0.1, 0.999])
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32, torch.bfloat16)]
+)
+def test_gradients_may_come_in_other_dtypes_than_the_memory_has(
+    format: str, density: float, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """The memory keeps the dtype of its first gradient, and nothing is lost."""
+
+    def on_rank(comm: Communicator) -> tuple[Tensor, Tensor]:
+        scheme = sparcel.scheme("bidirectional", density=density, returned=1.0, format=format)
+        given, updated = torch.zeros(2, 900, dtype=torch.float64)
+        for step, dtype in enumerate(dtypes):
+            gradient = Case("normal", 900, dtype, 10 * step + comm.rank).vector()
+            update = scheme.step(gradient, comm)
+            assert update.dtype == dtype
+            given += gradient
+            updated += update
+        assert scheme.memory is not None
+        assert scheme.memory.dtype == dtypes[0]
+        return given - scheme.memory, updated
+
+    (first, update), (second, _) = simulate(2, on_rank).results
+    # An update in bfloat16 is rounded, and what that takes is nobody's.
+    torch.testing.assert_close((first + second) / 2, update, rtol=0.01, atol=0.02)

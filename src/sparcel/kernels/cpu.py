@@ -176,7 +176,8 @@ def unpack_indices(words: Tensor, count: int, size: int) -> tuple[Tensor, bool]:
 
 def enter(addition: Addition, up: Phase, rank: int, step: int) -> regions.Entered:
     it = addition
-    if not up.group or it.entering is not None or it.clear:
+    wide = it.gradient.dtype == torch.float64
+    if not up.group or wide or it.entering is not None or it.clear:
         return regions.enter(addition, up, rank, step)
     made = _cpu.enter(
         it.memory,
@@ -230,7 +231,7 @@ def collect(
 def deliver(
     out: Tensor, returned: Sequence[Tensor] | Tensor, down: Phase, divisor: float
 ) -> regions.Delivered:
-    if not down.group:
+    if not down.group or out.dtype == torch.float64:
         return regions.deliver(out, returned, down, divisor)
     threads = torch.get_num_threads()
     made = _cpu.deliver(

@@ -131,6 +131,8 @@ class Phase:
     headers
         How messages of each region begin, by rank, but for what a step decides: the count, the
         length, and whether all is finite.
+    dtype
+        The dtype of the values that messages stand for: that of the memory.
     bits, group
         The bits of a value, and how many values share a scale, in the format that compiled passes
         know: few bits to nearest, scales in bfloat16, places packed. 0 for any other.
@@ -145,6 +147,7 @@ class Phase:
     expected: tuple[int, ...]
     bounds: tuple[int, ...]
     headers: tuple[bytes, ...]
+    dtype: torch.dtype
     bits: int
     group: int
     code: Code

@@ -113,7 +113,8 @@ def _stream_of(
     for owner in range(regions.ranks):
         expected = Expected(regions.length(owner), addition.memory.dtype, None)
         stream = wire.decode(owner, [returned[owner]], expected)
-        assert stream.indices is not None, "of a part of a region"
+        if stream.indices is None:
+            raise FormatError(f"rank {owner} sent rank {comm.rank} all of a region, not a part")
         indices.append(regions.coordinates(owner, stream.indices))
         values.append(stream.values)
         flags.append(stream.finite)

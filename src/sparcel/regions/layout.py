@@ -85,6 +85,7 @@ def phase(regions: Regions, shares: Shares, format: Format, dtype: torch.dtype) 
         tuple(expected),
         tuple(bounds),
         tuple(headers),
+        dtype,
         bits,
         group,
         _Code(format),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any, Self
 
 import torch
@@ -204,15 +205,16 @@ class Scheme(ABC):
     def plan(self, gradient: Tensor, comm: Communicator, request: Request) -> Plan:
         """Return what the step does; the plan of the step before, if nothing has changed."""
         terms = (
-            *(gradient.numel(), gradient.dtype, comm.size, comm.rates, self._era(request)),
-            *(request.ranks, request.layers, request.apart, request.tensors),
+            *(gradient.numel(), gradient.dtype, comm.size, comm.rates, request.ranks),
+            *(tuple(request.layers), tuple(request.apart), request.tensors),
+            *(_settings_of(type(self))(self), self._plan_terms(gradient, request)),
         )
         if self._latest is None or self._latest[0] != terms:
             self._latest = terms, self._planned(gradient, comm, request)
         return self._latest[1]
 
-    def _era(self, request: Request) -> object:
-        """Return what is another once the scheme's own settings ask for another plan."""
+    def _plan_terms(self, gradient: Tensor, request: Request) -> object:
+        """Return what else is another once the scheme has another plan."""
         return None
 
     def _planned(self, gradient: Tensor, comm: Communicator, request: Request) -> Plan:
@@ -284,17 +286,24 @@ class Scheme(ABC):
         request: Request | None,
         out: Tensor | None,
     ) -> SparseStream:
-        """Begin a step and commit it; return the average."""
+        """Begin a step and commit it; return the average.
+
+        All of it is one job, which ends on no rank before the others' faults are known.
+        """
         request = request or Request()
         check_type(request, Request, "request")
-        begun = self._begin(gradient, comm, request, out, agree=True)
-        (outcome,), finite = request.costs.settle([begun])
-        if finite:
-            self.commit(outcome)
-            return outcome.average
-        if out is not None:
-            out.fill_(math.nan)
-        return outcome.average.void_like()
+
+        def job() -> SparseStream:
+            begun = self._begin(gradient, comm, request, out, agree=True)
+            (outcome,), finite = request.costs.settle([begun])
+            if finite:
+                self.commit(outcome)
+                return outcome.average
+            if out is not None:
+                out.fill_(math.nan)
+            return outcome.average.void_like()
+
+        return comm.run(job)
 
     def _call(
         self, gradient: Tensor, comm: Communicator, request: Request, more: dict[str, object]
@@ -324,3 +333,9 @@ def update_like(gradient: Tensor, out: Tensor | None) -> Tensor:
     check_type(out, Tensor, "out")
     check_like(out, gradient, tuple(gradient.shape))
     return out
+
+
+@lru_cache
+def _settings_of(kind: type[Scheme]) -> Callable[[Scheme], object]:
+    """Return what tells the settings of schemes of this kind."""
+    return attrgetter("__class__", *(one.name for one in fields(kind) if one.repr))

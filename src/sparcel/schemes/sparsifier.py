@@ -13,7 +13,7 @@ from sparcel import auto
 from sparcel._checks import checked_number
 from sparcel.comm import Communicator
 from sparcel.formats import Format, format_named
-from sparcel.memory import Memory, emptied, wide_dtype
+from sparcel.memory import Memory, emptied
 from sparcel.ops import SUM
 from sparcel.regions import Regions, Shares, exchange_regions, phase
 from sparcel.schemes.base import Scheme
@@ -89,13 +89,13 @@ class Sparsifier(Scheme):
         """See `Scheme.remembers`."""
         return ("memory", "velocity") if self.momentum else ("memory",)
 
-    def _era(self, request: Request) -> object:
+    def _plan_terms(self, gradient: Tensor, request: Request) -> object:
         era = None
         if self.warmup:
             era = min(self.steps // (self.warmup_steps or 1), len(self.warmup))
         elif request.front_loaded:  # densities of the first steps change at powers of two
             era = (self.steps + 1).bit_length()
-        return era, self.density, self.format
+        return era, self._memory.dtype(gradient)
 
     def _planned(self, gradient: Tensor, comm: Communicator, request: Request) -> Plan:
         size = gradient.numel()
@@ -110,10 +110,10 @@ class Sparsifier(Scheme):
         facts: dict[str, object] = {}
         if shares := self._up_and_down(spans, format):
             regions = Regions.of(size, comm.size)
-            wide = wide_dtype(gradient.dtype)
-            up, down = [phase(regions, one, format, wide) for one in shares]
+            dtype = self._memory.dtype(gradient)
+            up, down = [phase(regions, one, format, dtype) for one in shares]
             asked = min(sum(up.expected), coordinates)
-            facts = {"format": format, "up": up.shares, "down": down.shares}
+            facts = {"format": format, "memory": dtype, "up": up.shares, "down": down.shares}
         elif sends_all(spans):
             asked = coordinates
         call = self._call(gradient, comm, request, facts)
@@ -184,7 +184,15 @@ class Sparsifier(Scheme):
             returned = exchange_regions(
                 addition, comm, self.steps, plan.up, plan.down, divisor, out
             )
-        return Outcome(*returned, plan.coordinates, plan.asked)
+        return Outcome(
+            returned.average,
+            returned.finite,
+            returned.sent,
+            returned.entries,
+            returned.magnitudes,
+            plan.coordinates,
+            plan.asked,
+        )
 
     def _wire(self, step: Step) -> Wire:
         """Return what carries the step's streams."""

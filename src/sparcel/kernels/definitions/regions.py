@@ -128,7 +128,7 @@ def collect(
         if source == rank:
             continue
         try:
-            read = up.code.decode(regions.length(rank), x.dtype, arrived[source])
+            read = up.code.decode(regions.length(rank), up.dtype, arrived[source])
         except (FormatError, MismatchError):
             return Collected(arrived[source], 0.0, True)
         indices, values, finite = read
@@ -158,12 +158,11 @@ def deliver(
     returned
         The messages of all owners, as `collect` has them.
     """
-    regions, wide = down.regions, kernels.widen(out).dtype
-    entries, flags = 0, []
+    regions, entries, flags = down.regions, 0, []
     out.zero_()
     for owner in range(regions.ranks):
         try:
-            read = down.code.decode(regions.length(owner), wide, returned[owner])
+            read = down.code.decode(regions.length(owner), down.dtype, returned[owner])
         except (FormatError, MismatchError):
             return Delivered(0, False, True)
         indices, values, finite = read
@@ -171,7 +170,7 @@ def deliver(
         if indices is None:
             regions.put(out, owner, average)
         else:
-            out[regions.coordinates(owner, indices)] = average
+            kernels.scatter(out, regions.coordinates(owner, indices), average)
         entries += values.numel()
         flags += [finite, _finite(average)]
     return Delivered(entries, _all(flags), False)
@@ -198,7 +197,8 @@ def _take_out(
     else:
         kernels.scatter(region, indices, rest)
         if addition.entering is not None:
-            addition.entering[regions.coordinates(owner, indices)] = 0
+            places = regions.coordinates(owner, indices)
+            kernels.scatter(addition.entering, places, torch.zeros_like(values))
     regions.put(x, owner, region)
     return message, values.numel(), fell
 

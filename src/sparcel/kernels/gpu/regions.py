@@ -19,7 +19,8 @@ from sparcel.kernels.phase import Phase
 
 
 def enter(addition: Addition, up: Phase, rank: int, step: int) -> Entered:
-    if not up.group or addition.entering is not None or addition.clear:
+    wide = addition.gradient.dtype == torch.float64
+    if not up.group or wide or addition.entering is not None or addition.clear:
         return regions.enter(addition, up, rank, step)
     if up.dense:
         return Entered(*_whole.enter(addition, up, rank))
@@ -49,7 +50,7 @@ def collect(
 def deliver(
     out: Tensor, returned: Sequence[Tensor] | Tensor, down: Phase, divisor: float
 ) -> Delivered:
-    if not down.group:
+    if not down.group or out.dtype == torch.float64:
         return regions.deliver(out, returned, down, divisor)
     passes = _whole if down.dense else _places
     return Delivered(*passes.deliver(_rows(returned), down, divisor, out))
