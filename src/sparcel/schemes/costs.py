@@ -94,24 +94,25 @@ class Costs:
         list, bool
             The outcomes, with flags of the host; whether all is finite.
         """
-        values = [
+        counts = [
             value
             for one in outcomes
             for value in (one.finite, one.sent, one.entries, *one.magnitudes)
         ]
-        found = iter(device.numbers([*values, *flags]))
-        on_host = []
+        found = iter(device.numbers([*counts, *flags]))
+        on_host, magnitude = [], 0.0
         for one in outcomes:
             finite, sent, entries = next(found), next(found), next(found)
-            magnitude = sum(next(found) for _ in one.magnitudes)
+            magnitude += sum(next(found) for _ in one.magnitudes)
             on_host.append(one._replace(finite=finite))
             self.coordinates += one.coordinates
             self.asked += one.asked
             self.selected += sent
             self.reduced += min(entries, one.coordinates)
-            if finite:
-                self.magnitude += magnitude
-        return on_host, all(one.finite for one in on_host) and all(found)
+        takes_effect = all(one.finite for one in on_host) and all(found)
+        if takes_effect:
+            self.magnitude += magnitude
+        return on_host, takes_effect
 
     def count_whole(self, coordinates: int) -> None:
         """Add coordinates that all ranks send whole."""
