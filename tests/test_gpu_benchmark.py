@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from tests.card import on_card
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu import measure, passes, rank, tables
+from benchmarks.gpu import counts, measure, passes, rank, tables
 
 CPU = torch.device("cpu")
 
@@ -92,10 +93,18 @@ def test_every_method_trains_and_counts(run_on: Any) -> None:
     assert [row["method"] for row in rows] == list(rank.BY_HOST)
     sent = {row["method"]: row["sent_bytes"] for row in rows}
     assert 0 < sent["topk 1 %"] < sent["default"] < sent["everything in 4 bits"] < sent["DDP"]
-    known = {"nccl": False, "exchange_device_ms": 0.5}
+    assert all("not counted" in measure.step_line(row | {"nccl": False}) for row in rows)
+    known = {"nccl": False, "exchange_device_ms": 0.5, "exchange_launches": 73, "waits": 1}
     found = [row | known | {"ranks": ranks} for row in rows for ranks in (1, 4)]
     assert None not in [figure for _, figure, _ in measure.targets(found)]
     assert all(row["method"] in measure.step_line(row) for row in found)
+
+
+@pytest.mark.parametrize("script", [counts, measure, tables])
+def test_help_measures_nothing(monkeypatch: pytest.MonkeyPatch, script: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["script", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        script.main()
 
 
 def test_what_nccl_lacks_is_said() -> None:

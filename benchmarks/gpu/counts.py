@@ -1,20 +1,23 @@
 """What a step gives a GPU to do, and how often the host waits for it: counted without a GPU.
 
-    python -m benchmarks.gpu.counts
+    python -m benchmarks.gpu.counts [--json PATH]
 
 The device of `tests.card` takes the GPU's place and Triton's interpreter runs the kernels, so
 these are numbers of kernels and copies, and no times. Layers are narrower than those of
 `measure`, and samples smaller by as much, so that buckets take the paths of long vectors. NCCL's
-engine has Gloo below it. The record keeps the rows of the code before the passes.
+engine has Gloo below it. It writes a record to benchmarks/results, or to ``--json``; this keeps the
+rows of the code before the passes.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -134,11 +137,13 @@ def everywhere(
 
 
 def main() -> None:
-    origin = machine.machine()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", type=Path, default=RECORD, help="where to write the record")
+    path, origin = parser.parse_args().json, machine.machine()
     about = {key: origin[key] for key in ("commit", "date")} | {"ranks": RANKS, "width": WIDTH}
     found = [about | one for one in everywhere(RANKS, WIDTH, SCHEMES, CARRIERS)]
     before = [one for one in record.rows_of(RECORD) if one["commit"] == BEFORE]
-    record.write(RECORD, origin, before + found)
+    record.write(path, origin, before + found)
     record.show({key: one[key] for key in ("method", "carrier")} | one["step"] for one in found)
 
 

@@ -105,7 +105,7 @@ def run(plan: Plan, place: torch.device, record: Row) -> None:
         for row in trained(ranks, job, until):
             steps.append(row)
             say(step_line(row))
-    for what, figure, limit in targets(steps):
+    for what, figure, limit in targets(steps) if place.type == "cuda" else ():
         reached = "not measured" if figure is None else "reached" if figure <= limit else "MISSED"
         say(f"{reached}: {what}: {figure} of {limit}")
     record["seconds"] = time.monotonic() + MOST_SECONDS - until
@@ -189,13 +189,16 @@ def step_line(row: Row) -> str:
     start = f"{row['ranks']} ranks over {carried}: "
     if "note" in row:
         return start + row["note"]
-    card = row["exchange_device_ms"]
+    on_card = "; launches and waits are not counted"
+    if row["exchange_device_ms"] is not None:
+        on_card = (
+            f", {row['exchange_device_ms']:.2f} of the card; {row['exchange_launches']} launches,"
+            f" {row['waits']} waits"
+        )
     return (
         f"{start}{row['method']:28}{row['step_ms']:8.1f} ms a step, {row['compute_ms']:.1f} without"
         f" exchange, which takes {row['exchange_host_ms']:.2f} of the host"
-        + ("" if card is None else f", {card:.2f} of the card")
-        + f"; {row['exchange_launches']} launches, {row['waits']} waits,"
-        f" {row['sent_bytes'] / 1e6:.2f} MB sent"
+        f"{on_card}, {row['sent_bytes'] / 1e6:.2f} MB sent"
     )
 
 

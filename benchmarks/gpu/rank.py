@@ -182,6 +182,7 @@ class Training:
 
     def row(self) -> Row:
         """Return the figures of the steps that counted, and of some more; it ends the training."""
+        on_card = self.device.type == "cuda"  # in a trial nothing of a card is known
         last, before = self.mean_loss(), self.waits()
         whole = work_of(self.step, self.device)
         waits = self.waits() - before
@@ -189,7 +190,6 @@ class Training:
         with self.model.no_sync():  # after which the ranks' models differ
             alone = work_of(self.step, self.device)
             computing = [self.timed() for _ in range(LAST_STEPS)]
-        known = whole.device_ms is not None and alone.device_ms is not None
         if self.handle is not None:
             self.handle.close()
         return {
@@ -201,9 +201,9 @@ class Training:
             "repeats": len(self.ms),
             "compute_ms": median(step for step, _ in computing),
             "exchange_host_ms": host - median(host for _, host in computing),
-            "exchange_device_ms": whole.device_ms - alone.device_ms if known else None,
-            "exchange_launches": whole.launches - alone.launches,
-            "waits": waits,
+            "exchange_device_ms": whole.device_ms - alone.device_ms if on_card else None,
+            "exchange_launches": whole.launches - alone.launches if on_card else None,
+            "waits": waits if on_card else None,
             "sent_bytes": most(self.sent / len(self.ms)),
             "loss": [self.first_loss, last],
         }

@@ -1,10 +1,13 @@
 """The tables of docs/how-to/gpu.md: measured, counted, and computed from bytes and passes.
 
-python -m benchmarks.gpu.tables
+    python -m benchmarks.gpu.tables
+
+prints them.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,5 +150,10 @@ def all_tables() -> Iterator[str]:
         yield from table()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     print("\n".join(all_tables()))
+
+
+if __name__ == "__main__":
+    main()

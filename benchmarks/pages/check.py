@@ -58,7 +58,7 @@ NO_COMMIT = ("bench_8_nodes_1gbit", "bench_formats", "demo_digits", "demo_digits
 """Records that tell no commit, of times alone; the page that shows one says what is older."""
 
 COUNTED = "everything in 4 bits", "nccl"
-"""A method and its carrier whose kernels are counted anew; layers and ranks change no number."""
+"""A method and its carrier that are counted anew; narrower layers change no number."""
 
 NO_RECORD = "fill_in.svg"
 """Made by examples/fill_in.py, whose training rounds differently on other processors."""
@@ -306,11 +306,9 @@ def gpu() -> Faults:
     counts: Any = importlib.import_module("benchmarks.gpu.counts")
     for row in recorded("gpu_counts")["rows"]:
         if (row["method"], row["carrier"]) == COUNTED and row["commit"] != tables.BEFORE:
-            (found,) = counts.everywhere(2, 36, *([one] for one in COUNTED))
-            kernels = {part: row[part]["triton"] for part in ("bucket", "step")}
-            yield from different(
-                "gpu_counts.json", kernels, {part: found[part]["triton"] for part in kernels}
-            )
+            (found,) = counts.everywhere(counts.RANKS, 36, *([one] for one in COUNTED))
+            shown = {part: row[part] for part in found}
+            yield from different("gpu_counts.json", shown, found)
 
 
 def linear() -> Faults:
