@@ -203,7 +203,8 @@ class Hierarchical(Scheme):
             part = state.get(name)
             if part is None:  # other ranks may have loaded something
                 part = gradient.new_zeros(self._size, dtype=wide_dtype(gradient.dtype))
-            state[name] = reduce_scatter(SparseStream.from_dense(part), Wire(node)).to_dense()
+            whole = SparseStream.unchecked(None, part, part.numel())
+            state[name] = reduce_scatter(whole, Wire(node)).to_dense()
         self.inner.restore(state)
 
     def _of_shard(self, request: Request, shard: Tensor, comm: Communicator) -> Request:
