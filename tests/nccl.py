@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 from sparcel import SparseStream, device
 from sparcel.collectives import ALGORITHMS, broadcast, gtopk, oktopk
 from sparcel.comm import Call, Communicator, Engine, TorchCommunicator, carry
+from sparcel.comm.executor import Executor
 from sparcel.comm.torch.communicator import NcclCommunicator
 from sparcel.comm.torch.nccl import NcclEngine
 from sparcel.comm.torch.rendezvous import TorchRendezvous
@@ -300,6 +301,38 @@ def average_in_both_ways(comm: Communicator, name: str, sharded: bool) -> None:
             assert reads.call_count == 1
 
 
+def queue_others(comm: Communicator) -> tuple[int, str, bool]:
+    """Do a step alike on all ranks, then one in which two tensors of one size change places.
+
+    No small tensors, so no frame tells anybody; and the monitor, which might, compares nothing.
+    Returns how often the host waited in the first step, the kind of the error of the second, and
+    whether that one left the state as it was.
+    """
+    with connected(comm) as far, patch.object(Executor, "_disagreement", return_value=None):
+        names = ["first", "second"]
+        tensors = {name: put(TENSORS["first"], far) for name in names}
+        averager = Averager(
+            tensors, EVERY["bidirectional 4 bits"](), group=far, carrier="nccl", frontload=False
+        )
+
+        def step(names: list[str]) -> None:
+            for name in names:
+                averager.queue(put(integers(comm.rank, 0, 1200), far), {name: (0, 1200)})
+            averager.finish()
+
+        def state() -> Any:
+            return tree_map_only(
+                Tensor, lambda part: got(part).tolist(), averager.handle.state_dict()
+            )
+
+        with patch.object(device, "_read", wraps=device._read) as reads:
+            step(names)
+        waits, before = reads.call_count, state()
+        with pytest.raises((CommunicationError, MismatchError)) as caught:
+            step(names[::-1] if comm.rank == CULPRIT else names)
+        return waits, type(caught.value).__name__, state() == before
+
+
 def train_in_both_ways(comm: Communicator, place: str, **settings: Any) -> None:
     """Check the same of training in DDP with a static graph and several buckets.
 
@@ -325,7 +358,7 @@ def end_in(comm: Communicator, program: str) -> tuple[str, str, float]:
 
     The exchange is a swap, for which the host waits in the read of what came. ``program`` is what
     the culprit does: die, come late, call something else, or swap in another call, which a frame
-    or a mark tells.
+    tells, or a mark, on a communicator that was split from the other.
     """
     call, other = Call.of("step", {"size": 40}), Call.of("step", {"size": 50})
     with connected(comm) as far:
@@ -344,13 +377,15 @@ def end_in(comm: Communicator, program: str) -> tuple[str, str, float]:
             if program == "other" and culprit:
                 device.read(far.call(other, lambda: far.gather_blocks(there[0, :40], bounds)))
             mixed = program in ("mixed", "marked") and culprit
-            arrived = far.call(other if mixed else call, lambda: far.swap(there, bounds, len))
+            part = far.grid(1).across if program == "marked" else far
+            arrived = far.call(other if mixed else call, lambda: part.swap(there, bounds, len))
             assert isinstance(arrived, Tensor)
             device.read(arrived)
             if program == "mixed":
                 far.gather_numbers(0)
             if program == "marked":
-                device.read(far.gather_blocks(there[0, :40], bounds))
+                far.confirm()
+                device.read(arrived)
 
         start = time.monotonic()
         with pytest.raises((CommunicationError, MismatchError)) as caught:

@@ -15,10 +15,10 @@ import sparcel
 from sparcel import SparseStream, device, simulate
 from sparcel.collectives import ALGORITHMS, broadcast
 from sparcel.comm import ALL_CONTROL, Communicator, Traffic, carry, resolve
-from sparcel.comm.engine import row_bytes
 from sparcel.comm.staged import Staged
 from sparcel.errors import CommunicationError, FormatError, InputError, MismatchError
-from sparcel.formats import Format
+from sparcel.formats import Format, message_length
+from sparcel.kernels import row_bytes
 from sparcel.ops import SUM
 from sparcel.rates import Rates
 from sparcel.wire import Wire
@@ -209,6 +209,19 @@ def test_a_message_of_another_length_than_it_says_never_fills_a_row(card: torch.
             carry(comm, card).spread(moved(written(1, 9)), [40, 40], length)
 
     with pytest.raises(MismatchError, match="sent 17 bytes to rank 1, which expected 18"):
+        simulate(2, exchange)
+
+
+def test_a_message_shorter_than_a_header_is_refused(card: torch.device) -> None:
+    def exchange(comm: Communicator) -> None:
+        message = torch.zeros(39 + comm.rank, dtype=torch.uint8)
+        if comm.rank == 0:
+            comm.swap([message] * 2, [40, 40], message_length)
+        else:
+            message[32] = 40  # the length that it says
+            carry(comm, card).swap([moved(message)] * 2, [40, 40], message_length)
+
+    with pytest.raises(FormatError, match=r"message of 39 bytes is shorter than a header \(40\)"):
         simulate(2, exchange)
 
 

@@ -29,15 +29,8 @@ Arrived: TypeAlias = dict[int, list[Tensor]]
 Rows: TypeAlias = Sequence[Tensor] | Tensor
 """Messages (uint8) by rank, of exact lengths, or rows of a tensor ``[P, L]`` that begin with them.
 
-L is what `row_bytes` returns. A row may hold anything beyond its message.
+L is what `sparcel.kernels.row_bytes` returns. A row may hold anything beyond its message.
 """
-
-_ROW_ALIGNMENT = 16
-
-
-def row_bytes(bounds: Sequence[int]) -> int:
-    """Return the bytes of a row in which each message fits, given what bounds their bytes."""
-    return -(-max(bounds) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
 
 
 def as_rows(messages: Mapping[int, Tensor], rows: int, nbytes: int) -> Tensor:
@@ -61,6 +54,10 @@ class Engine(Protocol):
     @property
     def carrier(self) -> str:
         """The name of what carries the messages."""
+
+    @property
+    def hides_aborts(self) -> bool:
+        """Whether a transfer that was aborted ends like any other, and raises nothing."""
 
     @property
     def waiting(self) -> bool:

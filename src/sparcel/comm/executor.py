@@ -165,9 +165,10 @@ class Executor:
             if cause.disagreed:
                 raise self._explained(Cause(str(error), True)).error() from error
             raise
-        if self.failure.cause is not None:  # what came of transfers that were aborted is no result
-            self.job_failed = True
-            raise self._explained(self.failure.cause).error()
+        failed = self.failure.cause
+        if failed is not None and any(engine.hides_aborts for engine in self.engines):
+            self.job_failed = True  # the job may have got anything
+            raise self._explained(failed).error()
         return result
 
     def _failed(self, error: BaseException) -> Cause:

@@ -18,11 +18,11 @@ from sparcel.comm.engine import (
     Leaving,
     Rows,
     as_rows,
-    row_bytes,
     whole,
 )
 from sparcel.comm.jobs import Job, submit_beside
 from sparcel.device import GPUS, put, put_rows, read_all
+from sparcel.kernels import row_bytes
 from sparcel.ops import Op
 from sparcel.profiling import timed
 from sparcel.rates import Rates

@@ -44,9 +44,24 @@ def padded(nbytes: int) -> int:
 
 
 def message_length(message: Tensor) -> int:
-    """Return the bytes of a message, given at least its header, on the host."""
+    """Return how many bytes a message says it has; it is on the host.
+
+    Raises
+    ------
+    FormatError
+        When it is shorter than a header.
+    """
+    _check_header(message)
     length: int = _LAYOUT.unpack_from(message.numpy().data)[-1]
     return length
+
+
+def _check_header(message: Tensor) -> None:
+    """Raise `FormatError` when a message is shorter than a header."""
+    if message.numel() < HEADER_BYTES:
+        raise FormatError(
+            f"message of {message.numel()} bytes is shorter than a header ({HEADER_BYTES})"
+        )
 
 
 class Header(NamedTuple):
@@ -132,10 +147,7 @@ class Header(NamedTuple):
             When it is too short, was not written by sparcel, has another version, or contradicts
             itself.
         """
-        if control.numel() < HEADER_BYTES:
-            raise FormatError(
-                f"message of {control.numel()} bytes is shorter than a header ({HEADER_BYTES})"
-            )
+        _check_header(control)
         # Control is on the host, except in a message that was scattered, as long broadcasts are.
         start = device.read(control[:HEADER_BYTES])
         fields = _LAYOUT.unpack_from(start.numpy().data)

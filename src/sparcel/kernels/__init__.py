@@ -44,6 +44,7 @@ from sparcel.kernels.dispatch import by_device
 from sparcel.kernels.phase import Phase as Phase
 from sparcel.kernels.phase import Regions as Regions
 from sparcel.kernels.phase import Shares as Shares
+from sparcel.kernels.phase import row_bytes as row_bytes
 
 # One line a kernel, one column a type of device; callers choose nothing.
 topk = by_device(select.topk, cpu.topk)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -15,6 +16,8 @@ are a word of a bitmap."""
 
 _BLOCKS_EACH = 16
 """How many blocks a rank owns, at least, before blocks are made longer."""
+
+_ROW_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,15 @@ class Regions:
         body = vector[: whole * turn].view(whole, self.ranks, self.block)[:, rank]
         start = whole * turn + rank * self.block
         return body, vector[start : start + self.block]
+
+
+def row_bytes(bounds: Sequence[int]) -> int:
+    """Return the bytes of a row in which each message fits, given what bounds their bytes.
+
+    GPUs make messages in rows of a tensor, and communicators pass such rows on. A row begins where
+    any dtype may.
+    """
+    return -(-max(bounds) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
 
 
 Shares = tuple[tuple[int, float], ...]

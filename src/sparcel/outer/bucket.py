@@ -288,6 +288,7 @@ class BucketEngine:
 
     device = torch.device("cpu")
     carrier = "a bucket"
+    hides_aborts = False
 
     def __init__(
         self, bucket: BucketStore, prefix: str, names: list[int], rank: int, timeout: float

@@ -122,6 +122,13 @@ def test_ranks_that_mixed_up_calls_find_it_at_the_next_frame_or_mark(run_on, pro
     nccl.check_ends(run_on(2, nccl.end_in, program), program)
 
 
+def test_ranks_that_queue_others_find_it_before_anything_commits(run_on):
+    for waits, error, unchanged in run_on(2, nccl.queue_others):
+        assert waits == 1
+        assert error == "MismatchError"
+        assert unchanged
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("program", ["die", "late", "other"])
 def test_all_ranks_end_when_one_dies_is_late_or_disagrees(program):

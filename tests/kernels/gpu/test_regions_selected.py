@@ -20,7 +20,7 @@ import triton.language as tl  # noqa: E402
 
 from sparcel import _cpu, kernels  # noqa: E402
 from sparcel.formats import FewBits, Format, format_named  # noqa: E402
-from sparcel.kernels import Addition, Phase, Regions  # noqa: E402
+from sparcel.kernels import Addition, Phase, Regions, row_bytes  # noqa: E402
 from sparcel.kernels.definitions import packing  # noqa: E402
 from sparcel.kernels.gpu import _places, _region, _selected  # noqa: E402
 from sparcel.regions import phase  # noqa: E402
@@ -126,7 +126,7 @@ class Cpu:
 
 def rows_of(messages: Sequence[Tensor | None], phase: Phase) -> Tensor:
     """Return messages as rows of a GPU, garbage behind them."""
-    rows = torch.full((len(messages), _region.row_bytes(phase)), 0xA5, dtype=torch.uint8)
+    rows = torch.full((len(messages), row_bytes(phase.bounds)), 0xA5, dtype=torch.uint8)
     for row, message in zip(rows, messages, strict=True):
         if message is not None:
             row[: message.numel()] = message
@@ -278,8 +278,8 @@ def test_bad_messages_are_noticed_or_mean_what_they_mean_on_the_cpu(
     ranks = [Cpu(case, rank, part, part) for rank in range(3)]
     left = [one.enter() for one in ranks]
     good = left[0].messages[1], left[2].messages[1]
-    row_bytes = _region.row_bytes(part)
-    bad = data.draw(damages(good[0], row_bytes))
+    at_most = row_bytes(part.bounds)
+    bad = data.draw(damages(good[0], at_most))
     expected, _, after = ranks[1].collect(left[1].x, [bad, good[1]])
     with case.tiles():
         x = left[1].x.to(DEVICE)
@@ -294,7 +294,7 @@ def test_bad_messages_are_noticed_or_mean_what_they_mean_on_the_cpu(
         assert not after.isfinite().all() or same_bits(x.cpu(), after)
 
     returned = [left[1].messages[0], left[0].messages[1], left[0].messages[2]]
-    returned[2] = data.draw(damages(returned[2], row_bytes))
+    returned[2] = data.draw(damages(returned[2], at_most))
     entries, finite, wrong, expected_out = ranks[0].deliver(returned, torch.float32)
     with case.tiles():
         out = torch.empty(size, device=DEVICE)
@@ -345,10 +345,10 @@ def test_messages_longer_than_their_row_are_bad() -> None:
     case = Exchange(2, size, up=((size, 0.1),), down=((size, 0.6),))
     part, more = case.phase(case.up), case.phase(case.down)
     message = Cpu(case, 0, more, more).enter().messages[1]
-    row_bytes = _region.row_bytes(part)
+    at_most = row_bytes(part.bounds)
     assert message is not None
-    assert row_bytes < message.numel() <= 2 * row_bytes
-    rows = torch.zeros(2, row_bytes, dtype=torch.uint8)
+    assert at_most < message.numel() <= 2 * at_most
+    rows = torch.zeros(2, at_most, dtype=torch.uint8)
     rows.view(-1)[: message.numel()] = message
     added = _places.add(torch.zeros(size, device=DEVICE), rows.to(DEVICE), part, 1)
     assert added.fault

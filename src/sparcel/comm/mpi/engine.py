@@ -73,6 +73,7 @@ class MpiEngine:
 
     device = torch.device("cpu")
     carrier = "MPI"
+    hides_aborts = False
 
     def __init__(
         self, comm: MPI.Intracomm, idle: _cpu.Mesh, names: list[int], rank: int, timeout: float

@@ -13,11 +13,12 @@ from torch.distributed.distributed_c10d import Store
 
 from sparcel.comm.communicator import Communicator, exchanging
 from sparcel.comm.connected import ConnectedCommunicator
-from sparcel.comm.engine import Rows, as_rows, row_bytes
+from sparcel.comm.engine import Rows, as_rows
 from sparcel.comm.torch.gloo import GlooEngine
 from sparcel.comm.torch.nccl import NcclEngine
 from sparcel.comm.torch.rendezvous import TorchRendezvous
 from sparcel.errors import InputError
+from sparcel.kernels import row_bytes
 
 
 class TorchCommunicator(ConnectedCommunicator):
@@ -113,6 +114,15 @@ class NcclCommunicator(TorchCommunicator):
         rows = self.engine.gather(block, max(nbytes), self.calls.fingerprint)
         self._count(rows[0])
         return torch.cat([row[:length] for row, length in zip(rows, nbytes, strict=True)])
+
+    def confirm(self) -> None:
+        """See `Communicator.confirm`; blocks that are empty are exchanged for their marks."""
+        for grid in self._grids.values():
+            grid.node.confirm()
+            grid.across.confirm()
+        if self.size > 1:
+            nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
+            self.gather_blocks(nothing, [0] * self.size)
 
     def _count(self, row: Tensor) -> None:
         """Count a row to each other rank, and one from each."""

@@ -51,6 +51,7 @@ class GlooEngine:
 
     device = torch.device("cpu")
     carrier = "Gloo"
+    hides_aborts = False
 
     def __init__(self, store: Store, names: list[int], rank: int, timeout: float) -> None:
         self.rank, self.size, self.timeout = rank, len(names), timeout

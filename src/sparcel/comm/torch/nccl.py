@@ -8,7 +8,8 @@ NCCL compares no calls, and reports no process that died. So
 
 - a frame holds the fingerprint of its call, and of all transfers without frames before it; ranks
   that differ in one of these find it at their next exchange with frames; blocks of known lengths
-  have no frames and carry the same, which is compared on the device;
+  have no frames and carry the same, which is compared on the device; a step whose last transfer
+  has neither sends it alone (`NcclCommunicator.confirm`);
 - what is in a row begins with a header, which its reader checks on the device: of another length,
   size or format it is a fault;
 - ranks that wait for one another in different calls are found by the executor's monitor;
@@ -81,6 +82,7 @@ class NcclEngine:
     """
 
     carrier = "NCCL"
+    hides_aborts = True
 
     def __init__(
         self, store: Store, members: list[int], rank: int, timeout: float, device: torch.device
@@ -258,7 +260,8 @@ class NcclEngine:
     def _transfer(self, begin: Callable[..., Sequence[dist.Work]], *args: object) -> None:
         """Queue a transfer, after which what is queued on the current stream runs."""
         try:
-            self._works, self._since = begin(self._group, *args), time.monotonic()
+            self._since = time.monotonic()  # first: the monitor never sees new works with old times
+            self._works = begin(self._group, *args)
             for work in self._works:
                 work.wait()
         except RuntimeError as error:  # of which torch's errors of communication are subclasses

@@ -28,8 +28,6 @@ NON_FINITE = tl.constexpr(2 << 56)
 """The flag of a message whose vector is not finite, in the first word of a header."""
 INFINITE = tl.constexpr(0x7F800000)
 
-_ROW = 16  # a row of messages has a multiple of so many bytes
-
 
 class Grid(NamedTuple):
     """How programs divide a region among themselves."""
@@ -44,11 +42,6 @@ def grid_of(entries: int, tile: int = 0) -> Grid:
     tiles = max(1, triton.cdiv(entries, tile or TILE))
     each = triton.cdiv(tiles, CHUNKS)
     return Grid(triton.cdiv(tiles, each), each)
-
-
-def row_bytes(phase: Phase) -> int:
-    """Return how many bytes a row of messages has."""
-    return -(-max(phase.bounds) // _ROW) * _ROW
 
 
 def layout_of(phase: Phase) -> tuple[int, int, int]:

@@ -33,11 +33,10 @@ from sparcel.kernels.gpu._region import (
     length_of,
     pair,
     parts_of,
-    row_bytes,
     skipped,
     tile_of,
 )
-from sparcel.kernels.phase import Phase
+from sparcel.kernels.phase import Phase, row_bytes
 
 _ENTRIES = 2048  # entries that a program rounds at a time
 _SENT, _MAGNITUDE, _TICKET = map(tl.constexpr, range(3))
@@ -273,7 +272,7 @@ def _take(
     x, layout, regions = source.x, layout_of(phase), phase.regions
     rows, first, own = (regions.ranks, 0, rank) if others else (1, rank, -1)
     room = max(phase.most) if others else phase.most[rank]
-    limits, stride = limits_of(phase, rank, others, x.device), row_bytes(phase)
+    limits, stride = limits_of(phase, rank, others, x.device), row_bytes(phase.bounds)
     messages = x.new_empty((rows, stride), dtype=torch.uint8)
     facts = x.new_empty(4, dtype=torch.int64)
     thresholds = begin(source, phase, limits, rank, step, others, messages, facts)

@@ -25,10 +25,9 @@ from sparcel.kernels.gpu._region import (
     kind_of,
     layout_of,
     length_of,
-    row_bytes,
     skipped,
 )
-from sparcel.kernels.phase import Phase
+from sparcel.kernels.phase import Phase, row_bytes
 
 
 @triton.jit
@@ -241,7 +240,7 @@ def enter(addition: Addition, up: Phase, rank: int) -> tuple[Tensor, Tensor, Ten
     """Return what `sparcel.kernels.enter` does: the messages, how many entries, the magnitude."""
     scratch, layout, coding = addition.scratch, layout_of(up), _coding(up)
     tile, programs = _tiles(up, scratch.numel())
-    messages = scratch.new_empty(up.regions.ranks, row_bytes(up), dtype=torch.uint8)
+    messages = scratch.new_empty(up.regions.ranks, row_bytes(up.bounds), dtype=torch.uint8)
     sent = scratch.new_empty((), dtype=torch.int64)
     parts, stride = _parts(scratch, programs), messages.stride(0)
     launch(_begin_enter, 1, messages, stride, parts, sent, rank, *layout, *kind_of(up), **coding)
@@ -281,7 +280,7 @@ def _collected(
     The ``flag`` tells whether a message was bad, or else whether all that was added is finite.
     """
     tile, programs = _tiles(down, down.regions.length(rank))
-    message = x.new_empty(row_bytes(down), dtype=torch.uint8)
+    message = x.new_empty(row_bytes(down.bounds), dtype=torch.uint8)
     came = message if arrived is None else arrived
     parts, stride, layout = _parts(x, programs), came.stride(0), layout_of(down)
     constants = {"ADDS": arrived is not None, **_coding(down)}
