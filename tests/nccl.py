@@ -304,7 +304,7 @@ def average_in_both_ways(comm: Communicator, name: str, sharded: bool) -> None:
 def queue_others(comm: Communicator) -> tuple[int, str, bool]:
     """Do a step alike on all ranks, then one in which two tensors of one size change places.
 
-    No small tensors, so no frame tells anybody; and the monitor, which might, compares nothing.
+    No tensors are small, so no frame tells anybody; and the monitor, which might, compares nothing.
     Returns how often the host waited in the first step, the kind of the error of the second, and
     whether that one left the state as it was.
     """
@@ -331,6 +331,14 @@ def queue_others(comm: Communicator) -> tuple[int, str, bool]:
         with pytest.raises((CommunicationError, MismatchError)) as caught:
             step(names[::-1] if comm.rank == CULPRIT else names)
         return waits, type(caught.value).__name__, state() == before
+
+
+def check_others(ends: Sequence[tuple[int, str, bool]]) -> None:
+    """Check what `queue_others` returned on each rank."""
+    for waits, error, unchanged in ends:
+        assert waits == 1
+        assert error == "MismatchError"
+        assert unchanged
 
 
 def train_in_both_ways(comm: Communicator, place: str, **settings: Any) -> None:

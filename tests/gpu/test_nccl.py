@@ -71,6 +71,13 @@ def test_averages_have_the_bits_of_gloo(
 
 
 @worlds
+def test_ranks_that_queue_others_find_it_before_anything_commits(
+    run_on: Any, world_size: int
+) -> None:
+    nccl.check_others(run_on(world_size, nccl.queue_others))
+
+
+@worlds
 @methods
 def test_training_in_ddp_has_the_bits_of_gloo(
     run_on: Any, world_size: int, method: dict[str, Any]
