@@ -288,13 +288,14 @@ class Scheme(ABC):
     ) -> SparseStream:
         """Begin a step and commit it; return the average.
 
-        All of it is one job, which ends on no rank before the others' faults are known.
+        All of it is one job, so ranks that find a fault tell the others.
         """
         request = request or Request()
         check_type(request, Request, "request")
 
         def job() -> SparseStream:
             begun = self._begin(gradient, comm, request, out, agree=True)
+            comm.confirm()
             (outcome,), finite = request.costs.settle([begun])
             if finite:
                 self.commit(outcome)

@@ -14,7 +14,7 @@ from sparcel import kernels
 from sparcel._checks import finite_flag
 from sparcel.auto import all_reduce, sum_whole
 from sparcel.comm import Call, Job, ring_bytes
-from sparcel.device import GPUS, Checks, adding_to, read, settle
+from sparcel.device import GPUS, Checks, adding_to, read
 from sparcel.errors import InputError
 from sparcel.memory import wide_dtype
 from sparcel.profiling import profiled
@@ -244,7 +244,6 @@ class Transaction:
         schemes = [scheme for scheme, _ in self._begun]
         begun = [outcome for _, outcome in self._begun]
         outcomes, finite = self.costs.settle(begun, self._flags)
-        settle()  # it has looked at the GPU, unless all flags were on the host
         self._begun = list(zip(schemes, outcomes, strict=True))
         if session.ranks.shard is not None:
             finite = session.ranks.agree_on_finite(finite, session.residuals.steps)
