@@ -247,12 +247,22 @@ LEAST_SAMPLE, MOST_SAMPLE = 1024, 8192
 larger gives a count that is 3 % off, in the mean."""
 
 
+def sample_size(count: int) -> int:
+    """Return how many of ``count`` coordinates are in a sample; all, if there are few."""
+    return min(count, max(LEAST_SAMPLE, min(MOST_SAMPLE, count // 64)))
+
+
+def sample_rank(taken: int, density: float) -> int:
+    """Return which of a sample, by magnitude, about ``density`` of all coordinates reach."""
+    return max(1, min(int(density * taken + 0.5), taken))
+
+
 def sampled_places(count: int, step: int, device: torch.device) -> Tensor:
-    """Return the places below ``count`` of which a step takes its sample; all, if there are few.
+    """Return the places below ``count`` of which a step takes its sample.
 
     They are spread by multiples of the golden section, elsewhere in each step.
     """
-    taken = min(count, max(LEAST_SAMPLE, min(MOST_SAMPLE, count // 64)))
+    taken = sample_size(count)
     numbers = torch.arange(taken, device=device)
     if taken == count:
         return numbers
@@ -265,8 +275,7 @@ def sampled_threshold(sample: Tensor, density: float) -> Tensor:
     bits = magnitude_bits(sample)
     if bits.numel() == 0:
         return bits.new_ones(())
-    k = min(max(int(density * bits.numel() + 0.5), 1), bits.numel())
-    return bits.topk(k).values[-1].clamp(min=1)
+    return bits.topk(sample_rank(bits.numel(), density)).values[-1].clamp(min=1)
 
 
 def _magnitude(values: Tensor) -> float | Tensor:

@@ -11,16 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from sparcel import device
+from sparcel.kernels.definitions.regions import MOST_SAMPLE, sample_rank, sample_size
 from sparcel.kernels.gpu._bits import magnitude_bits
 from sparcel.kernels.gpu._compact import load_inside
 from sparcel.kernels.gpu._launch import launch
+from sparcel.kernels.gpu._radix import next_bits
 from sparcel.kernels.gpu._region import TILE, layout_of, skipped
 from sparcel.kernels.phase import Phase
-
-_FEWEST, _MOST = 1024, 8192
-"""The fewest samples of a share that is longer, and the most."""
-_STOPS = tl.constexpr(256)  # the stops of shares that are compared at a time
-_SPREAD, _LOW_24 = tl.constexpr(0x9E3779B1), tl.constexpr(0xFFFFFF)
 
 
 class Source(NamedTuple):
@@ -67,9 +64,8 @@ def _limits_on(phase: Phase, rank: int, others: bool, place: torch.device, _: in
         owned = regions.before(rank, stop)
         last = stop - owned if others else owned
         count = last - first
-        taken = min(count, max(_FEWEST, min(count // 64, _MOST)))
-        nth = max(1, min(int(density * taken + 0.5), taken))
-        rows.append((stop, first, count, taken, nth))
+        taken = sample_size(count)
+        rows.append((stop, first, count, taken, sample_rank(taken, density)))
         first = last
     numbers = [number for column in zip(*rows, strict=True) for number in column]
     both = device.put([*numbers, *phase.most], place, torch.int64)
@@ -92,25 +88,11 @@ def sum_at(
 
 
 @triton.jit
-def _descend(bits, counted, upper, nth, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the next bits, too, of the ``nth`` largest of those whose ``upper`` bits are told.
-
-    And the rank that it has among those that share these bits.
-    """
-    here = counted & ((bits >> (SHIFT + WIDTH)) == upper)
-    counts = tl.histogram((bits >> SHIFT) & ((1 << WIDTH) - 1), 1 << WIDTH, mask=here)
-    reaching = tl.cumsum(counts, axis=0, reverse=True)
-    place = tl.maximum(tl.sum((reaching >= nth).to(tl.int32), axis=0) - 1, 0)
-    larger = tl.sum(tl.where(tl.arange(0, 1 << WIDTH) > place, counts, 0), axis=0)
-    return (upper << WIDTH) | place, nth - larger
-
-
-@triton.jit
 def _nth_largest(bits, counted, nth):
     """Return the ``nth`` largest of the magnitudes that are counted."""
-    found, nth = _descend(bits, counted, nth * 0, nth, 20, 11)
-    found, nth = _descend(bits, counted, found, nth, 10, 10)
-    found, _ = _descend(bits, counted, found, nth, 0, 10)
+    found, nth = next_bits(bits, counted, nth * 0, nth, 20, 11)
+    found, nth = next_bits(bits, counted, found, nth, 10, 10)
+    found, _ = next_bits(bits, counted, found, nth, 0, 10)
     return found
 
 
@@ -128,7 +110,7 @@ def _begin(
         count = tl.load(table + 2 * shares + program)
         taken = tl.load(table + 3 * shares + program)
         number = tl.arange(0, SAMPLES).to(tl.int64)
-        spread = (((number + step * taken) & _LOW_24) * _SPREAD) & 0xFFFFFFFF
+        spread = (((number + step * taken) & 0xFFFFFF) * 0x9E3779B1) & 0xFFFFFFFF
         place = first + tl.where(taken == count, number, ((spread >> 8) * count) >> 24)
         if OTHERS:  # the rank's own blocks before it
             blocks = ((place >> block_bits) + (ranks - 1 - rank)) // tl.maximum(ranks - 1, 1)
@@ -153,8 +135,8 @@ def _begin(
 def _share_of(stops, shares, coordinate):
     """Return the share of a coordinate; the last one past the end."""
     share = shares * 0
-    for first in range(0, shares, _STOPS):
-        number = first + tl.arange(0, _STOPS)
+    for first in range(0, shares, 256):
+        number = first + tl.arange(0, 256)
         stop = tl.load(stops + number, mask=number < shares - 1, other=0x7FFFFFFF)
         share += tl.sum((stop <= coordinate).to(tl.int32), axis=0)
     return tl.minimum(share, shares - 1)
@@ -194,8 +176,8 @@ def begin(
     thresholds = source.x.new_empty(shares, dtype=torch.int32)
     launch(
         _begin, shares + triton.cdiv(words, TILE), source.memory, source.gradient, source.scale,
-        *layout_of(phase), rank, limits.shares, shares, step & _LOW_24.value, thresholds, messages,
-        words, facts, **source.flags(), OTHERS=others, SAMPLES=_MOST, TILE=TILE, num_warps=16,
+        *layout_of(phase), rank, limits.shares, shares, step & 0xFFFFFF, thresholds, messages,
+        words, facts, **source.flags(), OTHERS=others, SAMPLES=MOST_SAMPLE, TILE=TILE, num_warps=16,
         enable_fp_fusion=False,
     )  # fmt: skip
     return thresholds

@@ -48,19 +48,35 @@ def add_counts(counts, found):
 
 
 @triton.jit
+def _place_of(found, nth):
+    """Return the value of the ``nth`` largest of a histogram, and its rank among its equals."""
+    reaching = tl.cumsum(found, axis=0, reverse=True)
+    place = tl.maximum(tl.sum((reaching >= nth).to(tl.int32), axis=0) - 1, 0)
+    larger = tl.sum(tl.where(tl.arange(0, found.numel) > place, found, 0), axis=0)
+    return place, nth - larger
+
+
+@triton.jit
+def next_bits(bits, counted, upper, nth, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the next bits, too, of the ``nth`` largest of those whose ``upper`` bits are told.
+
+    And the rank that it has among those that share these bits.
+    """
+    here = counted & ((bits >> (SHIFT + WIDTH)) == upper)
+    field = ((bits >> SHIFT) & ((1 << WIDTH) - 1)).to(tl.int32)
+    place, nth = _place_of(tl.histogram(field, 1 << WIDTH, mask=here), nth)
+    return (upper << WIDTH) | place, nth
+
+
+@triton.jit
 def descend(counts, needed, field):
     """Return the value of the ``needed``-th largest, and how many are needed of this value.
 
     All that there are if these are fewer. If none is needed, the largest value.
     """
-    bins = tl.arange(0, 2048)
-    found = tl.load(counts + bins)
-    needed = tl.minimum(needed, tl.sum(found, axis=0))
-    reaching = tl.cumsum(found, axis=0, reverse=True)
-    place = tl.sum((reaching >= needed).to(tl.int32), axis=0) - 1
-    place = tl.minimum(place, (1 << field) - 1)
-    larger = tl.sum(tl.where(bins > place, found, 0), axis=0)
-    return place.to(tl.int64), needed - larger
+    found = tl.load(counts + tl.arange(0, 2048))
+    place, needed = _place_of(found, tl.minimum(needed, tl.sum(found, axis=0)))
+    return tl.minimum(place, (1 << field) - 1).to(tl.int64), needed
 
 
 @triton.jit

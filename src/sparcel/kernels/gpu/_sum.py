@@ -18,6 +18,7 @@ from sparcel.kernels.gpu._bits import (
 )
 from sparcel.kernels.gpu._compact import ROWS, load_inside, mark_tile, marks_for
 from sparcel.kernels.gpu._launch import launch
+from sparcel.kernels.gpu._radix import next_bits
 from sparcel.kernels.gpu._work import (
     FIELD,
     GROUP,
@@ -87,17 +88,6 @@ def _sum_at(
 
 
 @triton.jit
-def _nth(bits, counted, shift, nth, FIELD: tl.constexpr):
-    """Return the field of the ``nth`` largest of the counted, and how many have a larger one."""
-    field = ((bits >> shift) & ((1 << FIELD) - 1)).to(tl.int32)
-    found = tl.histogram(field, 1 << FIELD, mask=counted)
-    reaching = tl.cumsum(found, axis=0, reverse=True)
-    place = tl.sum((reaching >= nth).to(tl.int32), axis=0) - 1
-    larger = tl.sum(tl.where(tl.arange(0, 1 << FIELD) > place, found, 0), axis=0)
-    return place, larger
-
-
-@triton.jit
 def _threshold(
     memory, gradient, velocity, scale, momentum, size, rank,
     ADDED: tl.constexpr, SCALED: tl.constexpr, MOVING: tl.constexpr,
@@ -114,10 +104,9 @@ def _threshold(
         memory, gradient, velocity, scale, momentum, place, size, False, ADDED, SCALED, MOVING
     )
     bits = magnitude_bits(total)
-    upper, larger = _nth(bits, bits >= 0, FIRST, rank, FIELD)
-    same = ((bits >> FIRST) & ((1 << FIELD) - 1)) == upper
-    lower, _ = _nth(bits, same, SECOND, rank - larger, NEXT)
-    return ((upper.to(tl.int64) << NEXT) | lower.to(tl.int64)) << SECOND
+    upper, rank = next_bits(bits, bits >= 0, 0, rank, FIRST, FIELD)
+    upper, _ = next_bits(bits, bits >= 0, upper, rank, SECOND, NEXT)
+    return upper.to(tl.int64) << SECOND
 
 
 @triton.jit(do_not_specialize=[*_FACTORS, "length", "rank"])

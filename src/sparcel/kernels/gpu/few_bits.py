@@ -15,11 +15,11 @@ from sparcel.kernels.gpu._launch import launch
 _TILE = 2048  # entries a program
 _LONGEST = 4096  # the longest block that a program can hold
 
-_FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 @triton.jit
-def _limited(x, dtype: tl.constexpr, MOST: tl.constexpr):
+def _limited(x, dtype: tl.constexpr, MOST: tl.constexpr = _FLOAT32_MAX):
     """Return float32 or float64 numbers in ``dtype``; finite ones beyond ``MOST`` become it."""
     if x.dtype != dtype:
         x = tl.where((x > MOST) & (x < float("inf")), MOST, x)
@@ -78,7 +78,7 @@ def _quantize(
     if STOCHASTIC:
         random = _uniform(offset + first, seed, ROWS, WIDTH)
     code, low, high, _ = encode_rows(
-        _limited(wide, tl.float32, _FLOAT32_MAX), length, random,
+        _limited(wide, tl.float32), length, random,
         BITS, ROWS, LOG_WIDTH, STOCHASTIC, NARROW,
     )  # fmt: skip
     decoded = decode_rows(code, low, high, BITS, TWO_SCALES)
@@ -153,7 +153,7 @@ def quantize(
         codes.numel(), scales.view(torch.int16 if narrow else torch.int32), values,
         BITS=bits, BLOCK=block, LOG_WIDTH=log_width, ROWS=rows,
         STOCHASTIC=stochastic, NARROW=narrow,
-        MOST=min(torch.finfo(x.dtype).max, _FLOAT32_MAX.value), enable_fp_fusion=False,
+        MOST=min(torch.finfo(x.dtype).max, _FLOAT32_MAX), enable_fp_fusion=False,
     )  # fmt: skip
     return few_bits.Quantized(codes, scales, values)
 
