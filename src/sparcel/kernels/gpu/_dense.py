@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from sparcel.kernels.gpu._coding import decode_rows, encode_rows, pack, scale_bits, unpack
-from sparcel.kernels.gpu._region import codes_of, length_of
+from sparcel.kernels.gpu._region import codes_of, header_of, length_of, non_finite
 
 
 @triton.jit
@@ -20,28 +20,10 @@ def rows_from(first):
 
 
 @triton.jit
-def _header(length, begins, detail, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Return headers of messages about so many coordinates ``[64, 1]``: their words, ``[64, 8]``.
-
-    There are five, of 64 bits: kind and flags, detail, size, count, length.
-    """
-    lane = tl.arange(0, 8)[None, :]
-    _, end = codes_of(length, BITS, GROUP)
-    counts = tl.where(lane < 4, length, end)
-    return tl.where(lane == 0, begins, tl.where(lane == 1, detail, counts))
-
-
-@triton.jit
 def _word_pointers(messages, row, stride):
     """Return pointers to the words of the headers in rows ``[64, 1]``."""
     header = messages + row.to(tl.int64) * stride
     return header.to(tl.pointer_type(tl.int64), bitcast=True) + tl.arange(0, 8)[None, :]
-
-
-@triton.jit
-def _non_finite(there):
-    """Return the flag for what is not finite in the first word of a header, or 0."""
-    return tl.where(there, 2 << 56, 0)
 
 
 @triton.jit
@@ -63,10 +45,11 @@ def check(
             there = there & (row != rank)
             region = tl.zeros_like(row) + rank
         length = length_of(size, ranks, block_bits, region).to(tl.int64)
-        expected = _header(length, begins, detail, BITS, GROUP)
+        _, end = codes_of(length, BITS, GROUP)
+        expected = header_of(lane, begins, detail, length, length, end)
         found = tl.load(_word_pointers(came, row, stride), mask=there, other=0)
         differing = tl.where(there, found ^ expected, 0)
-        flag = _non_finite(lane == 0)
+        flag = non_finite(lane == 0)
         bad |= ((differing & flag) != 0).to(tl.int32)
         fault |= ((differing & ~flag) != 0).to(tl.int32)
     fault_anywhere = tl.max(tl.max(fault, axis=1), axis=0)
@@ -85,10 +68,10 @@ def begin_rows(
     lane = tl.arange(0, 8)[None, :]
     row = rows_from(first)
     length = length_of(size, ranks, block_bits, region).to(tl.int64)
-    header = _header(length, begins | _non_finite(bad != 0), detail, BITS, GROUP)
+    codes_at, end = codes_of(length, BITS, GROUP)
+    header = header_of(lane, begins | non_finite(bad != 0), detail, length, length, end)
     to = _word_pointers(messages, row, stride)
     tl.store(to, header, mask=(row < rows) & (lane < 5))
-    codes_at, end = codes_of(length, BITS, GROUP)
     padding = (tl.where(lane == 0, codes_at, end) >> 3) - 1 - lane
     zero = tl.zeros([64, 8], tl.int64)
     tl.store(to + padding, zero, mask=(row < rows) & (lane < 2) & (length > 0))

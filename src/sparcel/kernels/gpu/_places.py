@@ -17,16 +17,18 @@ from torch import Tensor
 from sparcel.kernels.gpu import _region
 from sparcel.kernels.gpu._launch import launch
 from sparcel.kernels.gpu._region import (
-    INFINITE,
-    NON_FINITE,
     WARPS,
     add_last,
     add_up,
     bits_at,
+    codes_of,
     grid_of,
+    header_of,
+    is_plain,
     kind_of,
     layout_of,
     length_of,
+    non_finite,
     pair,
     parts_of,
     tile_of,
@@ -35,12 +37,13 @@ from sparcel.kernels.gpu._region import (
 from sparcel.kernels.gpu._selected import take_own
 from sparcel.kernels.phase import Phase
 
-_OVERFLOWS = {torch.float32: INFINITE.value, torch.float16: 0x477FF000, torch.bfloat16: 0x7F7F8000}
+_OVERFLOWS = {torch.float32: 0x7F800000, torch.float16: 0x477FF000, torch.bfloat16: 0x7F7F8000}
 """The bits of the least magnitude that becomes infinite in a dtype."""
 
-_WORDS = 8  # of what is known of a message
-_COUNT, _CODES, _PLACES, _BITMAP, _LOW, _PLAIN, _SOUND = map(tl.constexpr, range(7))
-_ENTRIES, _FELL, _TICKET, _FINITE, _FAULT = map(tl.constexpr, range(5))
+_FACTS = 8
+"""Numbers before the counts of messages, int64: how many entries there are, by how much the sum of
+magnitudes fell (float64), a ticket, and two flags. Behind the counts are the parts of that sum.
+"""
 
 
 class Added(NamedTuple):
@@ -54,16 +57,35 @@ class Added(NamedTuple):
 
 
 @triton.jit
-def _read_header(
-    message, row_bytes, begins, detail, length, BITS: tl.constexpr, GROUP: tl.constexpr
-):
+def _finite_at(facts):
+    """Return where 1 is as long as all is finite."""
+    return facts + 3
+
+
+@triton.jit
+def _fault_at(facts):
+    """Return where 1 is if a message is bad."""
+    return facts + 4
+
+
+@triton.jit
+def _count_at(facts, row):
+    """Return where the count of a message is, or -1 if it is none that is read."""
+    return facts + 8 + row
+
+
+@triton.jit
+def _count_in(message, row_bytes, begins, detail, length, BITS: tl.constexpr, GROUP: tl.constexpr):
     """Return the count of a message, -1 if its header is not one of such a region."""
-    word = message.to(tl.pointer_type(tl.int64), bitcast=True)
-    count, end = tl.load(word + 3), tl.load(word + 4)
-    sound = ((tl.load(word) & ~NON_FINITE) == begins) & (tl.load(word + 1) == detail)
-    sound = sound & (tl.load(word + 2) == length) & (count >= 0) & (count <= length)
-    _, _, expected, _, _, _ = parts_of(tl.where(sound, count, 0), length, BITS, GROUP)
-    return tl.where(sound & (end == expected) & (end <= row_bytes), count, -1)
+    lane = tl.arange(0, 8)
+    words = message.to(tl.pointer_type(tl.int64), bitcast=True)
+    # What cannot be a count differs from the next that can be one.
+    count = tl.minimum(tl.maximum(tl.load(words + 3), 0), length)
+    _, _, end, _, _, _ = parts_of(count, length, BITS, GROUP)
+    expected = header_of(lane, begins, detail, length, count, end)
+    differing = (tl.load(words + lane, mask=lane < 5, other=0) ^ expected) & ~non_finite(lane == 0)
+    wrong = tl.max(((differing != 0) & (lane < 5)).to(tl.int32), axis=0)
+    return tl.where((wrong == 0) & (end <= row_bytes), count, -1)
 
 
 @triton.jit(
@@ -73,11 +95,11 @@ def _read_header(
     ]
 )
 def _count(
-    messages, row_bytes, known, masks, counts, placed, facts, begins, detail,
+    messages, row_bytes, facts, masks, counts, placed, begins, detail,
     fixed, own, size, ranks, block_bits, chunks, tiles,
     BITS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Check a header, write what it tells, and count the bits of a chunk of its bitmap.
+    """Check a header, write its count, and count the bits of a chunk of its bitmap.
 
     Row r is about region r, or all are about the region ``fixed`` unless that is negative.
     """
@@ -86,27 +108,18 @@ def _count(
     region = tl.where(fixed < 0, row, fixed)
     length = length_of(size, ranks, block_bits, region).to(tl.int64)
     message = messages + row.to(tl.int64) * row_bytes
-    count = _read_header(message, row_bytes, begins, detail, length, BITS, GROUP)
-    sound = (count >= 0) & (row != own)
-    count = tl.where(sound, count, 0)
-    codes_at, places_at, _, bitmap, low_bits, plain = parts_of(count, length, BITS, GROUP)
+    count = _count_in(message, row_bytes, begins, detail, length, BITS, GROUP)
+    count = tl.where(row == own, -1, count)
+    _, places_at, _, bitmap, _, plain = parts_of(tl.maximum(count, 0), length, BITS, GROUP)
     if chunk == 0:
         # After a bitmap of all coordinates, zeros fill the last word.
         last = (message + places_at).to(tl.pointer_type(tl.int64), bitcast=True) + (bitmap >> 6)
         filled = plain & ((bitmap & 63) > 0)
         past = tl.load(last, mask=filled, other=0) >> (bitmap & 63)
-        sound = sound & (past == 0)
-        known += 8 * row
-        tl.store(known + _COUNT, count)
-        tl.store(known + _CODES, codes_at)
-        tl.store(known + _PLACES, places_at)
-        tl.store(known + _BITMAP, bitmap)
-        tl.store(known + _LOW, low_bits.to(tl.int64))
-        tl.store(known + _PLAIN, plain.to(tl.int64))
-        tl.store(known + _SOUND, sound.to(tl.int64))
+        tl.store(_count_at(facts, row), tl.where(past == 0, count, -1))
     if program == 0:
         number = tl.arange(0, 8)
-        tl.store(facts + number, (number == _FINITE).to(tl.int64))
+        tl.store(facts + number, (number == 3).to(tl.int64))  # as `_finite_at` has it
     words = (message + places_at).to(tl.pointer_type(tl.int32), bitcast=True)
     found = 0
     for tile in range(tiles):
@@ -138,9 +151,9 @@ def _low_at(words, start, low_bits, kept):
     ]
 )
 def _place(
-    messages, row_bytes, known, masks, counts, placed, facts,
+    messages, row_bytes, facts, masks, counts, placed,
     fixed, own, size, ranks, block_bits, chunks, tiles,
-    TILE: tl.constexpr, CHUNKS: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Set a bit of the region for each index of a chunk of the bitmap, and say what is wrong."""
     program = tl.program_id(0)
@@ -148,12 +161,12 @@ def _place(
     region = tl.where(fixed < 0, row, fixed)
     length = length_of(size, ranks, block_bits, region).to(tl.int64)
     message = messages + row.to(tl.int64) * row_bytes
-    known += 8 * row
-    count, plain = tl.load(known + _COUNT), tl.load(known + _PLAIN) != 0
-    bitmap, low_bits = tl.load(known + _BITMAP), tl.load(known + _LOW)
+    found = tl.load(_count_at(facts, row))
+    count = tl.maximum(found, 0)
+    _, places_at, _, bitmap, low_bits, plain = parts_of(count, length, BITS, GROUP)
     start, total = add_up(counts + row * chunks, chunk, chunks, CHUNKS)
-    wrong = ((tl.load(known + _SOUND) == 0) | (total != count)).to(tl.int32)
-    words = (message + tl.load(known + _PLACES)).to(tl.pointer_type(tl.int32), bitcast=True)
+    wrong = (total != found).to(tl.int32)
+    words = (message + places_at).to(tl.pointer_type(tl.int32), bitcast=True)
     for tile in range(tiles):
         first = (chunk.to(tl.int64) * tiles + tile) * TILE
         if first < tl.where(plain, 0, bitmap):  # a plain bitmap is what this makes of others
@@ -178,46 +191,43 @@ def _place(
             tl.atomic_add(to, one, mask=inside, sem="relaxed")
     if row != own:
         if wrong > 0:
-            tl.store(facts + _FAULT, 1)
-            tl.store(facts + _FINITE, 0)
+            tl.store(_fault_at(facts), 1)
+            tl.store(_finite_at(facts), 0)
         if chunk == 0:
             word = message.to(tl.pointer_type(tl.int64), bitcast=True)
-            if (tl.load(word) & NON_FINITE) != 0:
-                tl.store(facts + _FINITE, 0)
-            tl.atomic_add(facts + _ENTRIES, count, sem="relaxed")
+            if (tl.load(word) & non_finite(True)) != 0:
+                tl.store(_finite_at(facts), 0)
+            tl.atomic_add(facts, count, sem="relaxed")
 
 
 @triton.jit
-def _bits_of(messages, row_bytes, known, masks, row, length, place, words, TILE: tl.constexpr):
-    """Return which places of a region the message of a row has."""
-    plain = tl.load(known + 8 * row + _PLAIN) != 0
-    message = messages + tl.cast(row, tl.int64) * row_bytes + tl.load(known + 8 * row + _PLACES)
-    whole = message.to(tl.pointer_type(tl.int32), bitcast=True)
-    if plain:
+def _read_tile(
+    messages, row_bytes, facts, masks, row, length, place, start, words,
+    BITS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Return the values of a tile of a region, from number ``start`` of a row's message on.
+
+    And which of its places have one, and how many do. A row has ``words`` in the masks.
+    """
+    count = tl.maximum(tl.load(_count_at(facts, row)), 0)
+    codes_at, places_at = codes_of(count, BITS, GROUP)
+    message = messages + tl.cast(row, tl.int64) * row_bytes
+    if is_plain(count, length):
+        whole = (message + places_at).to(tl.pointer_type(tl.int32), bitcast=True)
         bits = bits_at(whole, place, length)
     else:
         bits = bits_at(masks + tl.cast(row, tl.int64) * words, place, length)
-    return bits
-
-
-@triton.jit
-def _values_of(
-    messages, row_bytes, known, row, bits, start,
-    BITS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Return the values of a tile, from number ``start`` on, and which of its places have one."""
     number = start + tl.cumsum(bits, axis=0) - bits
-    kept = (bits != 0) & (number < tl.load(known + 8 * row + _COUNT))
-    message = messages + tl.cast(row, tl.int64) * row_bytes
-    codes_at = tl.load(known + 8 * row + _CODES)
-    return values_at(message, codes_at, number, kept, BITS, GROUP, TILE), kept
+    kept = (bits != 0) & (number < count)
+    values = values_at(message, codes_at, number, kept, BITS, GROUP, TILE)
+    return values, kept, tl.sum(bits, axis=0)
 
 
 @triton.jit(
     do_not_specialize=["size", "ranks", "block_bits", "own", "row_bytes", "chunks", "tiles"]
 )
 def _add(
-    x, messages, row_bytes, known, masks, placed, partials, facts,
+    x, messages, row_bytes, facts, masks, placed,
     own, size, ranks, block_bits, chunks, tiles,
     BITS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, CHUNKS: tl.constexpr,
     SOURCES: tl.constexpr,
@@ -240,25 +250,21 @@ def _add(
             for row in range(ranks):
                 if row != own:
                     words = chunks * tiles * (TILE // 32)
-                    bits = _bits_of(
-                        messages, row_bytes, known, masks, row, length, place, words, TILE
-                    )
                     start = tl.sum(tl.where(source == row, starts, 0), axis=0)
-                    added, kept = _values_of(
-                        messages, row_bytes, known, row, bits, start, BITS, GROUP, TILE
-                    )
+                    added, kept, found = _read_tile(
+                        messages, row_bytes, facts, masks, row, length, place, start, words,
+                        BITS, GROUP, TILE,
+                    )  # fmt: skip
                     value = tl.where(kept, value + added, value)
-                    starts += tl.where(source == row, tl.sum(bits, axis=0), 0)
+                    starts += tl.where(source == row, found, 0)
             tl.store(x + at, value, mask=at < size)
             fell += tl.sum((tl.abs(old) - tl.abs(value)).to(tl.float64), axis=0)
-    total, last = add_last(tl.sum(fell, axis=0), partials, facts + _TICKET)
-    if last:
-        tl.store(facts.to(tl.pointer_type(tl.float64), bitcast=True) + _FELL, total)
+    add_last(tl.sum(fell, axis=0), _count_at(facts, ranks), facts + 2, facts + 1)
 
 
 @triton.jit(do_not_specialize=["size", "ranks", "block_bits", "row_bytes", "chunks", "tiles"])
 def _write(
-    out, messages, row_bytes, known, masks, placed, facts, divisor,
+    out, messages, row_bytes, facts, masks, placed, divisor,
     size, ranks, block_bits, chunks, tiles,
     OVERFLOWS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -274,17 +280,17 @@ def _write(
         if first < length:
             place, at = tile_of(first, ranks, block_bits, row, TILE)
             words = chunks * tiles * (TILE // 32)
-            bits = _bits_of(messages, row_bytes, known, masks, row, length, place, words, TILE)
-            value, kept = _values_of(
-                messages, row_bytes, known, row, bits, start, BITS, GROUP, TILE
-            )
-            start += tl.sum(bits, axis=0)
+            value, kept, found = _read_tile(
+                messages, row_bytes, facts, masks, row, length, place, start, words,
+                BITS, GROUP, TILE,
+            )  # fmt: skip
+            start += found
             value = tl.where(kept, tl.div_rn(value, tl.zeros_like(value) + divisor), 0.0)
             tl.store(out + at, value.to(out.dtype.element_ty), mask=at < size)
             magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
             peak = tl.maximum(peak, tl.max(magnitude, axis=0))
     if peak >= OVERFLOWS:
-        tl.store(facts + _FINITE, 0)
+        tl.store(_finite_at(facts), 0)
 
 
 class _Read(NamedTuple):
@@ -301,32 +307,30 @@ def _read(messages: Tensor, phase: Phase, region: int, own: int) -> _Read:
     regions, stride, tile = phase.regions, messages.shape[1], _region.TILE
     grid = grid_of(regions.length(0))
     programs = regions.ranks * grid.chunks
-    known = messages.new_empty((regions.ranks + 1) * _WORDS, dtype=torch.int64)
-    facts = known[-_WORDS:]
+    facts = messages.new_empty(_FACTS + regions.ranks + grid.chunks, dtype=torch.int64)
     masks = messages.new_empty(programs * grid.tiles * tile // 32, dtype=torch.int32)
     counts, placed = pair(messages, programs)
     layout = (*layout_of(phase), *grid)
     launch(
-        _count, programs, messages, stride, known, masks, counts, placed, facts, *kind_of(phase),
+        _count, programs, messages, stride, facts, masks, counts, placed, *kind_of(phase),
         region, own, *layout, BITS=phase.bits, GROUP=phase.group, TILE=tile, num_warps=WARPS,
     )  # fmt: skip
     launch(
-        _place, programs, messages, stride, known, masks, counts, placed, facts, region, own,
-        *layout, TILE=tile, CHUNKS=_region.CHUNKS, num_warps=WARPS,
+        _place, programs, messages, stride, facts, masks, counts, placed, region, own, *layout,
+        BITS=phase.bits, GROUP=phase.group, TILE=tile, CHUNKS=_region.CHUNKS, num_warps=WARPS,
     )  # fmt: skip
-    return _Read((messages, stride, known, masks, placed), layout, grid.chunks, facts)
+    return _Read((messages, stride, facts, masks, placed), layout, grid.chunks, facts)
 
 
 def add(x: Tensor, arrived: Tensor, up: Phase, rank: int) -> Added:
     """Add what others sent to the own region of x, in the order of ranks."""
     read = _read(arrived, up, rank, rank)
     launch(
-        _add, read.chunks, x, *read.messages, x.new_empty(read.chunks, dtype=torch.float64),
-        read.facts, rank, *read.layout, BITS=up.bits, GROUP=up.group, TILE=_region.TILE,
-        CHUNKS=_region.CHUNKS, SOURCES=triton.next_power_of_2(up.regions.ranks), num_warps=WARPS,
-        enable_fp_fusion=False,
+        _add, read.chunks, x, *read.messages, rank, *read.layout,
+        BITS=up.bits, GROUP=up.group, TILE=_region.TILE, CHUNKS=_region.CHUNKS,
+        SOURCES=triton.next_power_of_2(up.regions.ranks), num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    return Added(*_flags(read.facts), read.facts.view(torch.float64)[_FELL.value])
+    return Added(*_flags(read.facts), read.facts.view(torch.float64)[1])
 
 
 def collect(
@@ -343,14 +347,14 @@ def deliver(
     """Write what owners returned, over the divisor: the entries, whether finite, the fault."""
     read = _read(returned, down, -1, -1)
     launch(
-        _write, down.regions.ranks * read.chunks, out, *read.messages, read.facts, float(divisor),
+        _write, down.regions.ranks * read.chunks, out, *read.messages, float(divisor),
         *read.layout, OVERFLOWS=_OVERFLOWS[out.dtype], BITS=down.bits, GROUP=down.group,
         TILE=_region.TILE, CHUNKS=_region.CHUNKS, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    return read.facts[_ENTRIES.value], *_flags(read.facts)
+    return read.facts[0], *_flags(read.facts)
 
 
 def _flags(facts: Tensor) -> tuple[Tensor, Tensor]:
     """Return whether all is finite, and whether a message is bad."""
     flags = facts.view(torch.bool)  # the first of eight bytes, of 0 or 1
-    return flags[8 * _FINITE.value], flags[8 * _FAULT.value]
+    return flags[8 * 3], flags[8 * 4]

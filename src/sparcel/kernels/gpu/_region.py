@@ -23,10 +23,6 @@ WARPS = 8
 """So that a lane holds eight of them."""
 CHUNKS = 1024
 """The most chunks of a region; a power of two."""
-HEADER = tl.constexpr(40)
-NON_FINITE = tl.constexpr(2 << 56)
-"""The flag of a message whose vector is not finite, in the first word of a header."""
-INFINITE = tl.constexpr(0x7F800000)
 
 
 class Grid(NamedTuple):
@@ -86,6 +82,28 @@ def tile_of(first, ranks, block_bits, owner, TILE: tl.constexpr):
 
 
 @triton.jit
+def header_of(lane, begins, detail, length, count, end):
+    """Return words of the header of a message of ``count`` of ``length`` coordinates.
+
+    There are five, of 64 bits: kind and flags, detail, size, count, and the length in bytes.
+    """
+    counts = tl.where(lane == 2, length, tl.where(lane == 3, count, end))
+    return tl.where(lane == 0, begins, tl.where(lane == 1, detail, counts))
+
+
+@triton.jit
+def non_finite(there):
+    """Return the flag for what is not finite in the first word of a header, or 0."""
+    return tl.where(there, 2 << 56, 0)
+
+
+@triton.jit
+def is_plain(count, length):
+    """Return whether the places of so many coordinates are a bitmap of all."""
+    return count > (length >> 2)
+
+
+@triton.jit
 def codes_of(count, BITS: tl.constexpr, GROUP: tl.constexpr):
     """Return where the codes of a message of ``count`` values (int64) begin and end; the header
     takes 40 bytes.
@@ -104,9 +122,9 @@ def parts_of(count, length, BITS: tl.constexpr, GROUP: tl.constexpr):
     an index, and whether the bitmap is one of all coordinates; see `kernels.pack_indices`.
     """
     codes_at, places_at = codes_of(count, BITS, GROUP)
-    plain = count > (length >> 2)
+    plain = is_plain(count, length)
     ratio = length // tl.maximum(count, 1)
-    low_bits = tl.sum(((ratio >> tl.arange(0, 32)) > 0).to(tl.int32), axis=0) - 1
+    low_bits = tl.sum(((ratio >> tl.arange(0, 32)) > 0).to(tl.int64), axis=0) - 1
     low_bits = tl.where(plain | (count == 0), 0, low_bits)
     bitmap = tl.where(plain, length, count + ((length - 1) >> low_bits))
     bitmap = tl.where(count == 0, 0, bitmap)
@@ -129,7 +147,7 @@ def values_at(
     EACH: tl.constexpr = 8 // BITS
     byte = tl.load(message + codes_at + number // EACH, mask=kept, other=0).to(tl.int32)
     code = (byte >> (number % EACH * BITS)) & (2**BITS - 1)
-    scales = (message + HEADER).to(tl.pointer_type(tl.int16), bitcast=True)
+    scales = (message + 40).to(tl.pointer_type(tl.int16), bitcast=True)
     group = number // GROUP
     if BITS == 2:
         low = _scale_at(scales + 2 * group, kept)
@@ -155,21 +173,23 @@ def add_up(counts, chunk, chunks, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def add_last(number, partials, ticket):
-    """Write this program's float64 number; return the sum of all, in order, to the last one.
+def add_last(number, partials, ticket, sum):
+    """Write this program's float64 number; the last program adds all, in order, to the sum.
 
-    The others get 0, and the flag that they are not the last. ``ticket`` was 0 before.
+    ``ticket`` was 0 before. Each has 64 bits.
     """
     programs = tl.num_programs(0)
+    partials = partials.to(tl.pointer_type(tl.float64), bitcast=True)
+    sum = sum.to(tl.pointer_type(tl.float64), bitcast=True)
     tl.store(partials + tl.program_id(0), number)
     tl.debug_barrier()  # the number is written before the ticket is drawn
-    last = tl.atomic_add(ticket, 1, sem="acq_rel") == programs - 1
-    total = tl.zeros([1024], tl.float64)
-    if last:
+    ticket = ticket.to(tl.pointer_type(tl.int32), bitcast=True)
+    if tl.atomic_add(ticket, 1, sem="acq_rel") == programs - 1:
+        total = tl.zeros([1024], tl.float64)
         for first in range(0, programs, 1024):
             place = first + tl.arange(0, 1024)
             # Past the first cache, which does not see what other processors write.
             total += tl.load(
                 partials + place, mask=place < programs, other=0.0, cache_modifier=".cg"
             )
-    return tl.sum(total, axis=0), last
+        tl.store(sum, tl.load(sum) + tl.sum(total, axis=0))

@@ -15,22 +15,21 @@ from torch import Tensor
 
 from sparcel.kernels.addition import Addition
 from sparcel.kernels.gpu import _region
-from sparcel.kernels.gpu._bits import magnitude_bits
+from sparcel.kernels.gpu._bits import is_infinite, magnitude_bits
 from sparcel.kernels.gpu._coding import decode_rows, encode_rows, pack, scale_bits
 from sparcel.kernels.gpu._launch import launch
 from sparcel.kernels.gpu._limits import Source, begin, limits_at, limits_of, sum_at
 from sparcel.kernels.gpu._region import (
-    HEADER,
-    INFINITE,
-    NON_FINITE,
     WARPS,
     add_last,
     add_up,
     bits_at,
     grid_of,
+    header_of,
     kind_of,
     layout_of,
     length_of,
+    non_finite,
     pair,
     parts_of,
     skipped,
@@ -39,7 +38,6 @@ from sparcel.kernels.gpu._region import (
 from sparcel.kernels.phase import Phase, row_bytes
 
 _ENTRIES = 2048  # entries that a program rounds at a time
-_SENT, _MAGNITUDE, _TICKET = map(tl.constexpr, range(3))
 
 
 @triton.jit
@@ -132,16 +130,14 @@ def _emit(
     if chunk == 0:
         number = tl.arange(0, CHUNKS)
         peak = tl.load(peaks + row * chunks + number, mask=number < chunks, other=0)
-        infinite = tl.max(peak, axis=0) >= INFINITE
+        infinite = is_infinite(tl.max(peak, axis=0))
         if FLAGGED:
             infinite = infinite | (tl.load(finite.to(tl.pointer_type(tl.int8), bitcast=True)) == 0)
         to = message.to(tl.pointer_type(tl.int64), bitcast=True)
-        tl.store(to, begins | tl.where(infinite, NON_FINITE, 0))
-        tl.store(to + 1, detail)
-        tl.store(to + 2, length)
-        tl.store(to + 3, count)
-        tl.store(to + 4, end)
-        tl.atomic_add(facts + _SENT, count, sem="relaxed")
+        lane = tl.arange(0, 8)
+        header = header_of(lane, begins | non_finite(infinite), detail, length, count, end)
+        tl.store(to + lane, header, mask=lane < 5)
+        tl.atomic_add(facts, count, sem="relaxed")
     words = (message + places_at).to(tl.pointer_type(tl.int32), bitcast=True)
     entries += row.to(tl.int64) * room
     marks += row.to(tl.int64) * chunks * tiles * (TILE // 32)
@@ -194,7 +190,7 @@ def _round_tile(
     code, low, high, _ = encode_rows(value, size, 0, BITS, ROWS, LOG_GROUP, False, True)
     rest = value - decode_rows(code, low, high, BITS, BITS == 2)
     tl.store(x + at, rest, mask=inside)
-    scales = (message + HEADER).to(tl.pointer_type(tl.int16), bitcast=True)
+    scales = (message + 40).to(tl.pointer_type(tl.int16), bitcast=True)
     used = row * GROUP < count
     if BITS == 2:
         tl.store(scales + 2 * row, scale_bits(low, True).to(tl.int16), mask=used)
@@ -218,9 +214,9 @@ def _round_tile(
 def _round(
     x, entries, room, messages, row_bytes, facts, partials, fell,
     size, ranks, block_bits, before, chunks, tiles,
-    NET: tl.constexpr, BITS: tl.constexpr, LOG_GROUP: tl.constexpr, ROWS: tl.constexpr,
+    BITS: tl.constexpr, LOG_GROUP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Round the entries of a chunk; the last program writes by how much all ``fell``."""
+    """Round the entries of a chunk; the last program adds up by how much all ``fell``."""
     program = tl.program_id(0)
     row, chunk = program // chunks, program % chunks
     owner = before + row
@@ -236,11 +232,7 @@ def _round(
                 x, message, codes_at, entries + row.to(tl.int64) * room, count, group, ranks,
                 block_bits, owner, BITS, ROWS, LOG_GROUP,
             )  # fmt: skip
-    total, last = add_last(tl.sum(errors, axis=0), partials, facts + _TICKET)
-    if last:
-        if NET:
-            total += tl.load(fell)
-        tl.store(facts.to(tl.pointer_type(tl.float64), bitcast=True) + _MAGNITUDE, total)
+    add_last(tl.sum(errors, axis=0), partials, facts + 2, fell)
 
 
 class Left(NamedTuple):
@@ -274,7 +266,8 @@ def _take(
     room = max(phase.most) if others else phase.most[rank]
     limits, stride = limits_of(phase, rank, others, x.device), row_bytes(phase.bounds)
     messages = x.new_empty((rows, stride), dtype=torch.uint8)
-    facts = x.new_empty(4, dtype=torch.int64)
+    facts = x.new_empty(4, dtype=torch.int64)  # how many are sent, by how much x fell, a ticket
+    fell = facts.view(torch.float64)[1] if fell is None else fell
     thresholds = begin(source, phase, limits, rank, step, others, messages, facts)
 
     grid, tile, shares = grid_of(regions.length(0)), _region.TILE, len(phase.shares)
@@ -297,12 +290,11 @@ def _take(
     programs = rows * grid.chunks
     launch(
         _round, programs, x, entries, room, messages, stride, facts,
-        x.new_empty(programs, dtype=torch.float64), facts if fell is None else fell,
-        *layout, first, *grid,
-        NET=fell is not None, BITS=phase.bits, LOG_GROUP=phase.group.bit_length() - 1,
+        x.new_empty(programs, dtype=torch.float64), fell, *layout, first, *grid,
+        BITS=phase.bits, LOG_GROUP=phase.group.bit_length() - 1,
         ROWS=_ENTRIES // phase.group, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    return Left(messages, facts[_SENT.value], facts.view(torch.float64)[_MAGNITUDE.value])
+    return Left(messages, facts[0], fell)
 
 
 def enter(addition: Addition, up: Phase, rank: int, step: int) -> Left:
@@ -327,7 +319,7 @@ def take_own(
     finite
         bool ``[]``: whether all that was added to the region is finite, and sound.
     fell
-        float64 ``[]``: by how much the region's magnitude fell before, which is added.
+        float64 ``[]``: by how much the region's magnitude fell before, to which this is added.
     """
     left = _take(Source(x, x, 1.0, x, False), down, rank, step, False, finite, fell)
     return left.messages[0], left.magnitude

@@ -40,10 +40,7 @@ def _begin_parts(parts, sum):
 @triton.jit
 def _add_up(parts, part):
     """Add the parts of all programs to the sum with which they begin."""
-    ticket = (parts + 1).to(tl.pointer_type(tl.int32), bitcast=True)
-    total, last = add_last(part, parts + 2, ticket)
-    if last:
-        tl.store(parts, tl.load(parts) + total)
+    add_last(part, parts + 2, parts + 1, parts)
 
 
 @triton.jit(do_not_specialize=["rank", "begins", "detail"])
