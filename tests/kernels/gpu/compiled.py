@@ -27,6 +27,7 @@ compiled: set[str] = set()
 
 def compile_only(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
     kernel.warmup(*args, grid=(max(programs, 1),), **constants)
+    assert not kernel.used_global_vals, f"each launch of {kernel.__name__} compares these"
     compiled.add(kernel.__name__)
 
 

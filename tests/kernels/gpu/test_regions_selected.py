@@ -22,7 +22,7 @@ from sparcel import _cpu, kernels  # noqa: E402
 from sparcel.formats import FewBits, Format, format_named  # noqa: E402
 from sparcel.kernels import Addition, Phase, Regions, row_bytes  # noqa: E402
 from sparcel.kernels.definitions import packing  # noqa: E402
-from sparcel.kernels.gpu import _places, _region, _selected  # noqa: E402
+from sparcel.kernels.gpu import _message, _places, _region, _selected  # noqa: E402
 from sparcel.regions import phase  # noqa: E402
 from tests.card import launches, moved, on_card  # noqa: E402
 from tests.kernels.paths import KINDS, Case  # noqa: E402
@@ -360,7 +360,7 @@ def _tell(
     result, count, length, size, ranks, block_bits, owner, place,
     BITS: tl.constexpr, GROUP: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    codes, places, end, bitmap, low_bits, plain = _region.parts_of(
+    codes, places, end, bitmap, low_bits, plain = _message.parts_of(
         count.to(tl.int64), length.to(tl.int64), BITS, GROUP
     )
     tl.store(result, codes)

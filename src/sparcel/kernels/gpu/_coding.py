@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from sparcel.kernels.definitions import few_bits
+from sparcel.kernels.gpu._bits import is_infinite
 
 
 @triton.jit
@@ -61,7 +62,7 @@ def encode_rows(
     LEVELS: tl.constexpr = 2 ** (BITS - 1) - 1
     bits = x.to(tl.int32, bitcast=True)
     largest_bits = tl.max(bits & 0x7FFFFFFF, axis=1)
-    finite = largest_bits < 0x7F800000
+    finite = is_infinite(largest_bits) == 0
     bits = tl.where(finite[:, None], bits, 0)  # a row that is not finite has the code 0
     magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
     negative = bits < 0

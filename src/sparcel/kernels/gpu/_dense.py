@@ -9,8 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparcel.kernels.gpu._coding import decode_rows, encode_rows, pack, scale_bits, unpack
-from sparcel.kernels.gpu._region import codes_of, header_of, length_of, non_finite
+from sparcel.kernels.gpu._coding import decode_rows, unpack
+from sparcel.kernels.gpu._message import (
+    code_words,
+    codes_of,
+    header_of,
+    non_finite,
+    scales_at,
+    write_rows,
+)
+from sparcel.kernels.gpu._region import length_of
 
 
 @triton.jit
@@ -83,44 +91,12 @@ def write_tile(
     LOG_GROUP: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of a region from a place on to its message; return what rounding takes."""
-    ROWS: tl.constexpr = TILE // GROUP
-    row = place // GROUP + tl.arange(0, ROWS)
-    there = tl.minimum(tl.maximum(length - row * GROUP, 1), GROUP)
-    code, low, high, finite = encode_rows(
-        tl.reshape(x, [ROWS, GROUP]), there, 0, BITS, ROWS, LOG_GROUP, False, True
-    )
-    bits = scale_bits(low, True)
-    if BITS == 2:
-        bits = bits | (scale_bits(high, True) << 16)
-    scales = _scales(message, BITS)
-    tl.store(scales + row, bits.to(scales.dtype.element_ty), mask=row * GROUP < length)
-    words, word, inside = _code_words(message, place, length, TILE, BITS, GROUP)
-    tl.store(words + word, pack(code, BITS, 32), mask=inside)
+    rows = tl.reshape(x, [TILE // GROUP, GROUP])
+    rest, finite = write_rows(rows, message, place // GROUP, length, BITS, TILE // GROUP, LOG_GROUP)
     bad = tl.max((finite == 0).to(tl.int32), axis=0) != 0
     flags = tl.load(message + 7, mask=bad, other=0)
     tl.store(message + 7, flags | 2, mask=bad)  # whoever writes writes the same
-    return x - tl.reshape(decode_rows(code, low, high, BITS, BITS == 2), [TILE])
-
-
-@triton.jit
-def _scales(message, BITS: tl.constexpr):
-    """Return where the scales are, after the header: one of 16 bits a row, or two."""
-    if BITS == 2:
-        scales = (message + 40).to(tl.pointer_type(tl.int32), bitcast=True)
-    else:
-        scales = (message + 40).to(tl.pointer_type(tl.int16), bitcast=True)
-    return scales
-
-
-@triton.jit
-def _code_words(
-    message, place, length, TILE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr
-):
-    """Return where the words of codes are, the numbers of a tile's, and which of these exist."""
-    codes_at, _ = codes_of(length, BITS, GROUP)
-    words = (message + codes_at).to(tl.pointer_type(tl.int32), bitcast=True)
-    word = place * BITS // 32 + tl.arange(0, TILE * BITS // 32)
-    return words, word, word * (32 // BITS) < length
+    return tl.reshape(rest, [TILE])
 
 
 @triton.jit
@@ -128,9 +104,7 @@ def read_tile(message, place, length, TILE: tl.constexpr, BITS: tl.constexpr, GR
     """Return a tile of a region from a place on."""
     ROWS: tl.constexpr = TILE // GROUP
     row = place // GROUP + tl.arange(0, ROWS)
-    found = tl.load(_scales(message, BITS) + row, mask=row * GROUP < length, other=0).to(tl.int32)
-    low, high = found << 16, found & -65536
-    low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
-    words, word, inside = _code_words(message, place, length, TILE, BITS, GROUP)
-    codes = unpack(tl.load(words + word, mask=inside, other=0), BITS, 32, ROWS, GROUP)
+    low, high = scales_at(message, row, row * GROUP < length, BITS)
+    words, inside = code_words(message, place, length, TILE, BITS, GROUP)
+    codes = unpack(tl.load(words, mask=inside, other=0), BITS, 32, ROWS, GROUP)
     return tl.reshape(decode_rows(codes, low, high, BITS, BITS == 2), [TILE])

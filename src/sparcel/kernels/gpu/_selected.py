@@ -16,22 +16,18 @@ from torch import Tensor
 from sparcel.kernels.addition import Addition
 from sparcel.kernels.gpu import _region
 from sparcel.kernels.gpu._bits import is_infinite, magnitude_bits
-from sparcel.kernels.gpu._coding import decode_rows, encode_rows, pack, scale_bits
 from sparcel.kernels.gpu._launch import launch
 from sparcel.kernels.gpu._limits import Source, begin, limits_at, limits_of, sum_at
+from sparcel.kernels.gpu._message import bits_at, header_of, non_finite, parts_of, write_rows
 from sparcel.kernels.gpu._region import (
     WARPS,
     add_last,
     add_up,
-    bits_at,
     grid_of,
-    header_of,
     kind_of,
     layout_of,
     length_of,
-    non_finite,
     pair,
-    parts_of,
     skipped,
     tile_of,
 )
@@ -175,7 +171,7 @@ def _pack(words, place, number, bitmap, low_bits, kept):
 
 @triton.jit
 def _round_tile(
-    x, message, codes_at, entries, count, group, ranks, block_bits, owner,
+    x, message, entries, count, group, ranks, block_bits, owner,
     BITS: tl.constexpr, ROWS: tl.constexpr, LOG_GROUP: tl.constexpr,
 ):  # fmt: skip
     """Round rows of entries; leave the errors in x; return by how much its magnitude fell."""
@@ -186,34 +182,18 @@ def _round_tile(
     place = tl.load(entries + number, mask=inside, other=0).to(tl.int64)
     at = place + skipped(place, ranks, block_bits, owner)
     value = tl.load(x + at, mask=inside, other=0.0)
-    size = tl.maximum(tl.minimum(count - row * GROUP, GROUP), 1)
-    code, low, high, _ = encode_rows(value, size, 0, BITS, ROWS, LOG_GROUP, False, True)
-    rest = value - decode_rows(code, low, high, BITS, BITS == 2)
+    rest, _ = write_rows(value, message, group, count, BITS, ROWS, LOG_GROUP)
     tl.store(x + at, rest, mask=inside)
-    scales = (message + 40).to(tl.pointer_type(tl.int16), bitcast=True)
-    used = row * GROUP < count
-    if BITS == 2:
-        tl.store(scales + 2 * row, scale_bits(low, True).to(tl.int16), mask=used)
-        tl.store(scales + 2 * row + 1, scale_bits(high, True).to(tl.int16), mask=used)
-    else:
-        tl.store(scales + row, scale_bits(low, True).to(tl.int16), mask=used)
-    code = tl.where(inside, code, 0)
-    BYTES: tl.constexpr = GROUP * BITS // 8
-    byte = group * BYTES + tl.arange(0, ROWS * BYTES)
-    there = byte < (count * BITS + 7) // 8
-    tl.store(message + codes_at + byte, pack(code, BITS, 8).to(tl.uint8), mask=there)
     fell = tl.where(inside, tl.abs(value) - tl.abs(rest), 0.0).to(tl.float64)
     return tl.sum(tl.sum(fell, axis=1), axis=0)
 
 
 @triton.jit(
-    do_not_specialize=[
-        *("size", "ranks", "block_bits", "before", "row_bytes", "room", "chunks", "tiles"),
-    ]
+    do_not_specialize=["ranks", "block_bits", "before", "row_bytes", "room", "chunks", "tiles"]
 )
 def _round(
     x, entries, room, messages, row_bytes, facts, partials, fell,
-    size, ranks, block_bits, before, chunks, tiles,
+    ranks, block_bits, before, chunks, tiles,
     BITS: tl.constexpr, LOG_GROUP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Round the entries of a chunk; the last program adds up by how much all ``fell``."""
@@ -222,14 +202,12 @@ def _round(
     owner = before + row
     message = messages + row.to(tl.int64) * row_bytes
     count = tl.load(message.to(tl.pointer_type(tl.int64), bitcast=True) + 3)
-    length = length_of(size, ranks, block_bits, owner).to(tl.int64)
-    codes_at, _, _, _, _, _ = parts_of(count, length, BITS, 1 << LOG_GROUP)
     errors = tl.zeros([1], tl.float64)
     for tile in range(tiles):
         group = (chunk.to(tl.int64) * tiles + tile) * ROWS
         if (group << LOG_GROUP) < count:
             errors += _round_tile(
-                x, message, codes_at, entries + row.to(tl.int64) * room, count, group, ranks,
+                x, message, entries + row.to(tl.int64) * room, count, group, ranks,
                 block_bits, owner, BITS, ROWS, LOG_GROUP,
             )  # fmt: skip
     add_last(tl.sum(errors, axis=0), partials, facts + 2, fell)
@@ -290,7 +268,7 @@ def _take(
     programs = rows * grid.chunks
     launch(
         _round, programs, x, entries, room, messages, stride, facts,
-        x.new_empty(programs, dtype=torch.float64), fell, *layout, first, *grid,
+        x.new_empty(programs, dtype=torch.float64), fell, *layout[1:], first, *grid,
         BITS=phase.bits, LOG_GROUP=phase.group.bit_length() - 1,
         ROWS=_ENTRIES // phase.group, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparcel.kernels.addition import Addition
-from sparcel.kernels.gpu._bits import magnitude_bits
+from sparcel.kernels.gpu._bits import is_infinite, magnitude_bits
 from sparcel.kernels.gpu._compact import load_inside
 from sparcel.kernels.gpu._dense import begin_rows, check, read_tile, rows_from, write_tile
 from sparcel.kernels.gpu._launch import launch
@@ -210,7 +210,7 @@ def _deliver_tile(
     else:
         tl.store(out + at, values, mask=at < size)
         largest = tl.where(at < size, largest, 0)
-    tl.store(finite, False, mask=tl.max(largest, axis=0) >= 0x7F800000)
+    tl.store(finite, False, mask=is_infinite(tl.max(largest, axis=0)))
 
 
 @triton.jit
