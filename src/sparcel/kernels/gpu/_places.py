@@ -15,12 +15,7 @@ from torch import Tensor
 from sparcel.kernels.gpu import _region
 from sparcel.kernels.gpu._arrived import add_fell, finite_at, read, read_tile
 from sparcel.kernels.gpu._launch import launch
-from sparcel.kernels.gpu._region import (
-    WARPS,
-    add_up,
-    length_of,
-    tile_of,
-)
+from sparcel.kernels.gpu._region import WARPS, add_up, length_of, tile_of
 from sparcel.kernels.gpu._selected import take_own
 from sparcel.kernels.phase import Phase
 
