@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import isfinite
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -177,18 +176,7 @@ def checked_indices(indices: Tensor, values: Tensor, size: int) -> Tensor:
 
 def all_finite(values: Tensor) -> bool:
     """Tell whether all values are finite, without allocating a mask as large as ``values``."""
-    return device.truth(finite_flag(values))
-
-
-def finite_flag(values: Tensor) -> bool | Tensor:
-    """Return `all_finite` as `SparseStream.finite` has it: for a device, on the device."""
-    if not values.is_floating_point() or not values.numel():
-        return True
-    if values.is_cpu and isfinite(values.sum().item()):
-        return True
-    # Finite values may have a sum that is not.
-    flag = torch.linalg.vector_norm(values, torch.inf) < torch.inf
-    return bool(flag) if flag.is_cpu else flag
+    return device.truth(device.finite_flag(values))
 
 
 def check_part(part: object, name: str, size: int | None, hint: str) -> None:

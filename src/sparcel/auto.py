@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from sparcel import cost
-from sparcel._checks import finite_flag
 from sparcel.collectives import ALGORITHMS
 from sparcel.comm import Call, Communicator
+from sparcel.device import finite_flag
 from sparcel.formats import RAW, Format
 from sparcel.ops import SUM, Op
 from sparcel.rates import Rates

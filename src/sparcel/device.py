@@ -11,6 +11,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
+from math import isfinite
+from operator import and_
 from typing import Any, TypeAlias
 
 import torch
@@ -96,6 +99,24 @@ def numbers(values: Sequence[Number]) -> list[Any]:
     settle()
     held = [found.get(id(one), one) for one in values]
     return [one.item() if isinstance(one, Tensor) else one for one in held]
+
+
+def finite_flag(values: Tensor) -> bool | Tensor:
+    """Return whether values are finite: those of a device as a flag there, without a wait."""
+    if not values.is_floating_point() or not values.numel():
+        return True
+    if values.is_cpu and isfinite(values.sum().item()):
+        return True
+    # Finite values may have a sum that is not.
+    flag = torch.linalg.vector_norm(values, torch.inf) < torch.inf
+    return bool(flag) if flag.is_cpu else flag
+
+
+def all_of(flags: Sequence[bool | Tensor]) -> bool | Tensor:
+    """Return whether all flags are true, on the device where one of them is."""
+    there = [flag for flag in flags if isinstance(flag, Tensor)]
+    here = all(flag for flag in flags if not isinstance(flag, Tensor))
+    return reduce(and_, there) if here and there else here
 
 
 def truth(flag: bool | Tensor) -> bool:

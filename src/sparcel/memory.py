@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
+from sparcel.device import all_of
 from sparcel.errors import InputError
 from sparcel.selectors import Selector
-from sparcel.stream import SparseStream, all_of
+from sparcel.stream import SparseStream
 
 Range = tuple[int, int]
 """Consecutive coordinates ``[start, stop)`` of a vector."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce as fold
 from itertools import pairwise
-from operator import and_
 
 import torch
 from torch import Tensor
@@ -21,6 +19,7 @@ from sparcel._checks import (
     checked_number,
     checked_whole,
 )
+from sparcel.device import all_of
 from sparcel.errors import InputError
 from sparcel.ops import SUM, Op, resolve
 from sparcel.profiling import timed
@@ -376,13 +375,6 @@ def concatenate(
 
 WRITTEN = SparseStream.unchecked(None, torch.empty(0, device="cpu"), 0)
 """Stands for a stream whose entries are in their place already."""
-
-
-def all_of(flags: Sequence[bool | Tensor]) -> bool | Tensor:
-    """Return whether all flags are true, on the device where one of them is."""
-    there = [flag for flag in flags if isinstance(flag, Tensor)]
-    here = all(flag for flag in flags if not isinstance(flag, Tensor))
-    return fold(and_, there) if here and there else here
 
 
 def dense_from(size: int, value_bytes: int) -> int:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel._checks import finite_flag
 from sparcel.collectives._counts import (
     Counted,
     counters_for,
@@ -19,6 +18,7 @@ from sparcel.collectives._counts import (
     sum_stages,
 )
 from sparcel.comm import Communicator
+from sparcel.device import finite_flag
 from sparcel.profiling import timed
 from sparcel.stages import Problem, Stage, Work
 

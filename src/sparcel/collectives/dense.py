@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from sparcel.device import all_of
 from sparcel.formats import Expected
 from sparcel.ops import SUM, Op
 from sparcel.stages import EngineSum, Problem, Stage, Work, copied, gather_stages, scattered
-from sparcel.stream import SparseStream, all_of
+from sparcel.stream import SparseStream
 from sparcel.wire import Wire, collective
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sparcel import device, patterns
-from sparcel._checks import finite_flag
 from sparcel.collectives.allgather_reduce import allgather
 from sparcel.collectives.allgather_reduce import stages as allgather_stages
 from sparcel.collectives.broadcast import tree_broadcast, tree_stages
+from sparcel.device import finite_flag
 from sparcel.formats import Expected
 from sparcel.stages import ROUND_OPERATIONS, Exchange, Problem, Stage, Work, chosen, copied
 from sparcel.stream import SparseStream, reduce

@@ -9,13 +9,13 @@ from itertools import accumulate, pairwise
 import torch
 
 from sparcel import device, kernels
-from sparcel._checks import finite_flag
 from sparcel.collectives._counts import gather_integers
 from sparcel.collectives._global_topk import global_topk
 from sparcel.collectives.gtopk import GlobalTopk
 from sparcel.collectives.oktopk import gather_winners, selectable
 from sparcel.collectives.reduce_scatter import reduce_regions
 from sparcel.collectives.regions import average_boundaries
+from sparcel.device import finite_flag
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire, collective
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel._checks import finite_flag
+from sparcel.device import all_of, finite_flag
 from sparcel.errors import FormatError, InputError, MismatchError, checked_name
 from sparcel.formats.header import ALIGNMENT, DTYPE_CODES, HEADER_BYTES, Header, padded
 from sparcel.formats.indices import INDEX_CODES, IndexCode
 from sparcel.formats.message import Expected, Message, message_of, payload_of
 from sparcel.formats.values import PLAIN, VALUES_BY_NAME, ValueCode, value_code
 from sparcel.ops import Op
-from sparcel.stream import SparseStream, all_of
+from sparcel.stream import SparseStream
 from sparcel.stream import dense_from as dense_in_memory_from
 
 

@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from sparcel import device, kernels
-from sparcel._checks import finite_flag
 from sparcel.comm import Communicator, Rows
-from sparcel.device import Number
+from sparcel.device import Number, all_of, finite_flag
 from sparcel.errors import FormatError
 from sparcel.formats import Expected, message_length
 from sparcel.kernels import Addition, Phase
 from sparcel.stages import Exchange, Problem, Stage, Work
-from sparcel.stream import WRITTEN, SparseStream, all_of
+from sparcel.stream import WRITTEN, SparseStream
 from sparcel.wire import Wire
 
 
@@ -66,9 +65,9 @@ def exchange_regions(
     divisor: float,
     out: Tensor | None = None,
 ) -> Returned:
-    """Do both exchanges inside a job; leave in ``addition.scratch`` what this rank keeps.
+    """Do both exchanges; leave in ``addition.scratch`` what this rank keeps.
 
-    Inside a call by which the ranks have agreed on the phases, the format, and the vector.
+    The caller is inside a call by which the ranks have agreed on the phases and the vector.
 
     Parameters
     ----------
@@ -76,7 +75,7 @@ def exchange_regions(
         Decides random rounding, and where samples are taken.
     up, down
         How much a rank sends of each region, and how much an owner returns of its own; the same on
-        all ranks, as are the vector's size and dtype and the wire's format.
+        all ranks, as are the vector's size and dtype.
     divisor
         What the sums are divided by for the average.
     out
@@ -85,19 +84,19 @@ def exchange_regions(
     There are two exchanges of P−1 messages, all outstanding at once. Words: those of up, and of
     down, each times (P−1)/P.
     """
-    rank, dtype = comm.rank, addition.memory.dtype
+    rank = comm.rank
     entered = kernels.enter(addition, up, rank, step)
     arrived = comm.swap(entered.messages, up.bounds, message_length)
     collected = kernels.collect(addition, arrived, up, down, rank, step)
-    device.later(collected.fault, partial(_fault, comm, arrived, up, dtype, rank))
+    device.later(collected.fault, partial(_fault, comm, arrived, up, rank))
     returned = comm.spread(collected.message, down.bounds, message_length)
     magnitudes = entered.magnitude, collected.magnitude
     if out is None and not down.dense:
-        average = _stream_of(comm, returned, down, divisor, addition)
+        average = _stream_of(comm, returned, down, divisor, addition.gradient.dtype)
         return Returned(average, average.finite, entered.sent, average.nnz, magnitudes)
     update = addition.gradient.new_empty(down.regions.size) if out is None else out
     entries, finite, fault = kernels.deliver(update, returned, down, divisor)
-    device.later(fault, partial(_fault, comm, returned, down, dtype))
+    device.later(fault, partial(_fault, comm, returned, down))
     average = WRITTEN
     if out is None:
         average = SparseStream.unchecked(None, update, update.numel(), finite)
@@ -105,13 +104,13 @@ def exchange_regions(
 
 
 def _stream_of(
-    comm: Communicator, returned: Rows, down: Phase, divisor: float, addition: Addition
+    comm: Communicator, returned: Rows, down: Phase, divisor: float, dtype: torch.dtype
 ) -> SparseStream:
     """Return the average of what the owners returned as a stream, in the gradient's dtype."""
-    wire, regions, dtype = Wire(comm), down.regions, addition.gradient.dtype
+    wire, regions = Wire(comm), down.regions
     indices, values, flags = [], [], []
     for owner in range(regions.ranks):
-        expected = Expected(regions.length(owner), addition.memory.dtype, None)
+        expected = Expected(regions.length(owner), down.dtype, None)
         stream = wire.decode(owner, [returned[owner]], expected)
         if stream.indices is None:
             raise FormatError(f"rank {owner} sent rank {comm.rank} all of a region, not a part")
@@ -125,13 +124,7 @@ def _stream_of(
     return SparseStream.unchecked(places, average[order], regions.size, finite)
 
 
-def _fault(
-    comm: Communicator,
-    messages: Rows,
-    phase: Phase,
-    dtype: torch.dtype,
-    owner: int | None = None,
-) -> Exception:
+def _fault(comm: Communicator, messages: Rows, phase: Phase, owner: int | None = None) -> Exception:
     """Return what is wrong with a message of a region; raise it if the decoder finds it, too.
 
     ``owner`` is whose region all messages are of; None if each is of its sender's.
@@ -140,7 +133,7 @@ def _fault(
     for source in range(comm.size):
         if source != owner:
             length = phase.regions.length(source if owner is None else owner)
-            wire.decode(source, [messages[source]], Expected(length, dtype, None))
+            wire.decode(source, [messages[source]], Expected(length, phase.dtype, None))
     return FormatError(
         f"rank {comm.rank} got a message that does not hold values of a region in the same format"
     )

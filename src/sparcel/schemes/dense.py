@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel._checks import finite_flag
 from sparcel.collectives.dense import agreement_stages, check_agreement
 from sparcel.comm import Communicator
+from sparcel.device import finite_flag
 from sparcel.errors import checked_name
 from sparcel.schemes._stages import apply_stages
 from sparcel.schemes.base import Scheme

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel._checks import finite_flag
-from sparcel.device import Number
+from sparcel.device import Number, finite_flag
 from sparcel.profiling import profiled
 from sparcel.stream import SparseStream
 

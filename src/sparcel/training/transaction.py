@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel._checks import finite_flag
 from sparcel.auto import all_reduce, sum_whole
 from sparcel.comm import Call, Job, ring_bytes
-from sparcel.device import GPUS, Checks, adding_to, read
+from sparcel.device import GPUS, Checks, adding_to, finite_flag, read
 from sparcel.errors import InputError
 from sparcel.memory import wide_dtype
 from sparcel.profiling import profiled

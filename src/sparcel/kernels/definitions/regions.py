@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
+from sparcel.device import all_of, finite_flag
 from sparcel.errors import FormatError, MismatchError
 from sparcel.kernels.addition import Addition
 from sparcel.kernels.definitions.common import magnitude_bits
@@ -113,13 +114,15 @@ def collect(
 ) -> Collected:
     """Add what arrived to the own region of ``x``, and take out of it what all ranks get.
 
-    Parameters are those of `enter`, and
-
+    Parameters
+    ----------
     arrived
         The messages of the other ranks, by source; they are added in this order. A GPU has them in
         one tensor, as `Entered` has.
     down
-        How much of the own region travels, as ``up``.
+        How much of the own region travels: at least as much as ``up``.
+
+    The others are those of `enter`.
     """
     x, regions = addition.scratch, up.regions
     region, flags = regions.take(x, rank), []
@@ -139,7 +142,7 @@ def collect(
             kernels.scatter_reduce(region, indices, values, SUM)
     rose = _magnitude(region) - before
     regions.put(x, rank, region)
-    finite = _all([*flags, _finite(region)])
+    finite = all_of([*flags, finite_flag(region)])
     limits = _limits(x, down, rank, step, others=False)
     turn = (step, rank, regions.ranks - 1)
     message, _, fell = _take_out(addition, down, rank, limits, finite, turn)
@@ -172,8 +175,8 @@ def deliver(
         else:
             kernels.scatter(out, regions.coordinates(owner, indices), average)
         entries += values.numel()
-        flags += [finite, _finite(average)]
-    return Delivered(entries, _all(flags), False)
+        flags += [finite, finite_flag(average)]
+    return Delivered(entries, all_of(flags), False)
 
 
 def _take_out(
@@ -286,16 +289,3 @@ def _magnitude(values: Tensor) -> float | Tensor:
 
 def _zero(x: Tensor) -> float | Tensor:
     return 0.0 if x.is_cpu else x.new_zeros((), dtype=torch.float64)
-
-
-def _finite(values: Tensor) -> bool | Tensor:
-    finite = values.isfinite().all()
-    return bool(finite) if finite.is_cpu else finite
-
-
-def _all(flags: list[bool | Tensor]) -> bool | Tensor:
-    """Join flags; one that is on a GPU stays there."""
-    joined: bool | Tensor = True
-    for flag in flags:
-        joined = flag & joined
-    return joined
