@@ -86,8 +86,8 @@ struct Coding {
 
     int levels() const { return (1 << (bits - 1)) - 1; }
     size_t scales() const { return two_means ? 2 : 1; }
-    size_t per_byte() const { return size_t(8 / bits); }
-    size_t code_bytes(size_t n) const { return (n + per_byte() - 1) / per_byte(); }
+    // Also where the code of value n begins, if n is a multiple of 8.
+    size_t code_bytes(size_t n) const { return (n * size_t(bits) + 7) / 8; }
     size_t scales_of(size_t n) const { return (n + group - 1) / group * scales(); }
 };
 

@@ -256,43 +256,68 @@ inline void dequantize_groups(const Coding& coding, const uint8_t* codes, size_t
     }
 }
 
-// The first code of a byte takes its lowest bits. Codes past the end are zero, and there is room
-// for 8 of them.
-inline void pack_codes(int bits, uint8_t* codes, size_t n, uint8_t* packed) {
-    std::memset(codes + n, 0, 8);
-    if (bits == 8) std::memcpy(packed, codes, n);
-    if (bits == 4) {
-        for (size_t i = 0; i < (n + 1) / 2; ++i) {
-            uint16_t two;
-            std::memcpy(&two, codes + 2 * i, sizeof two);
-            packed[i] = uint8_t(two | two >> 4);
-        }
-    }
-    if (bits == 2) {
-        for (size_t i = 0; i < (n + 3) / 4; ++i) {
-            uint32_t four;
-            std::memcpy(&four, codes + 4 * i, sizeof four);
-            packed[i] = uint8_t(four | four >> 6 | four >> 12 | four >> 18);
-        }
+// Calls run(bits) with a constant, for which its loops are compiled.
+template <class Run>
+void with_bits(int bits, const Run& run) {
+    switch (bits) {
+        case 2: return run(std::integral_constant<unsigned, 2>());
+        case 3: return run(std::integral_constant<unsigned, 3>());
+        case 4: return run(std::integral_constant<unsigned, 4>());
+        case 5: return run(std::integral_constant<unsigned, 5>());
+        case 6: return run(std::integral_constant<unsigned, 6>());
+        case 7: return run(std::integral_constant<unsigned, 7>());
+        default: return run(std::integral_constant<unsigned, 8>());
     }
 }
 
-// There is room for as many codes as fill whole bytes.
+// Codes are a stream of bits, which begins with the lowest of the first byte, so that 8 codes take
+// `bits` bytes. Codes past the end are zero, and there is room for 8 of them.
+inline void pack_codes(int bits, uint8_t* codes, size_t n, uint8_t* packed) {
+    std::memset(codes + n, 0, 8);
+    with_bits(bits, [=](auto constant) {
+        constexpr unsigned b = constant;
+        const auto joined = [codes](size_t i) {
+            uint64_t x;
+            std::memcpy(&x, codes + 8 * i, sizeof x);
+            x = (x & 0x00ff00ff00ff00ff) | (x & 0xff00ff00ff00ff00) >> (8 - b);
+            x = (x & 0x0000ffff0000ffff) | (x & 0xffff0000ffff0000) >> (16 - 2 * b);
+            return (x & 0xffffffff) | x >> 32 << 4 * b;
+        };
+        for (size_t i = 0; i < n / 8; ++i) {
+            const uint64_t x = joined(i);
+            std::memcpy(packed + b * i, &x, b);
+        }
+        const uint64_t last = joined(n / 8);
+        std::memcpy(packed + b * (n / 8), &last, (n % 8 * b + 7) / 8);
+    });
+}
+
+// There is room for 8 codes more.
 inline void unpack_codes(int bits, const uint8_t* packed, size_t n, uint8_t* codes) {
-    if (bits == 8) std::memcpy(codes, packed, n);
-    if (bits == 4) {
-        for (size_t i = 0; i < (n + 1) / 2; ++i) {
-            const uint16_t two = uint16_t((packed[i] | packed[i] << 4) & 0x0f0f);
-            std::memcpy(codes + 2 * i, &two, sizeof two);
+    with_bits(bits, [=](auto constant) {
+        constexpr unsigned b = constant;
+        const auto part = [codes](size_t i, uint64_t x) {
+            constexpr uint64_t four = (uint64_t{1} << 4 * b) - 1;
+            constexpr uint64_t two = uint64_t{(1u << 2 * b) - 1} * 0x0000000100000001;
+            constexpr uint64_t one = uint64_t{(1u << b) - 1} * 0x0001000100010001;
+            x = (x & four) | (x & four << 4 * b) << (32 - 4 * b);
+            x = (x & two) | (x & two << 2 * b) << (16 - 2 * b);
+            x = (x & one) | (x & one << b) << (8 - b);
+            std::memcpy(codes + 8 * i, &x, sizeof x);
+        };
+        const size_t bytes = (n * b + 7) / 8;
+        size_t i = 0;
+        for (; b * i + 8 <= bytes; ++i) {  // reads more than it needs, in one go
+            uint64_t x;
+            std::memcpy(&x, packed + b * i, sizeof x);
+            part(i, x);
         }
-    }
-    if (bits == 2) {
-        for (size_t i = 0; i < (n + 3) / 4; ++i) {
-            const uint32_t byte = packed[i];
-            const uint32_t four = (byte | byte << 6 | byte << 12 | byte << 18) & 0x03030303;
-            std::memcpy(codes + 4 * i, &four, sizeof four);
+        for (; b * i < bytes; ++i) {
+            uint64_t x = 0;
+            std::memcpy(&x, packed + b * i, std::min<size_t>(b, bytes - b * i));
+            part(i, x);
         }
-    }
+    });
 }
 
 constexpr CodePasses code_passes = {quantize_groups, residual_groups, dequantize_groups, pack_codes,

@@ -10,7 +10,7 @@ namespace sparcel {
 namespace {
 
 Coding coding_of(int bits, size_t block, size_t n) {
-    require(bits == 8 || bits == 4 || bits == 2, "bits must be 8, 4 or 2");
+    require(2 <= bits && bits <= 8, "bits must lie in [2, 8]");
     require(block > 0, "block must be at least 1");
     return {.bits = bits,
             .group = std::min(block, std::max<size_t>(n, 1)),

@@ -11,7 +11,7 @@ namespace {
 using Shares = std::vector<std::pair<size_t, double>>;
 
 Coding coding_of(int bits, size_t group) {
-    require(bits == 8 || bits == 4 || bits == 2, "bits must be 8, 4 or 2");
+    require(2 <= bits && bits <= 8, "bits must lie in [2, 8]");
     require(group % 8 == 0 && group > 0 && kMostResidual % group == 0,
             "a scale must serve 8, 16, 32 or 64 values");
     return {.bits = bits,
@@ -112,13 +112,14 @@ Arrived read_all(const std::vector<Bytes>& messages, size_t skipped,
 // Gives the message, by how much the region's magnitude fell, and whether a message was something
 // else (nothing has changed then).
 nb::tuple collect(const InOut& x, const std::vector<Bytes>& messages, nb::bytes expected,
-                  size_t rank, size_t ranks, size_t block, const Shares& shares, size_t most,
-                  bool dense, int bits, size_t group, uint64_t step, nb::bytes header,
-                  int threads) {
+                  std::pair<int, size_t> arriving, size_t rank, size_t ranks, size_t block,
+                  const Shares& shares, size_t most, bool dense, int bits, size_t group,
+                  uint64_t step, nb::bytes header, int threads) {
     require(x.dtype() == dtype_of<float>(), "the vector must be float32");
     require(messages.size() == ranks, "there must be a message for each rank");
     const Regions regions = regions_of(x.size(), ranks, block, rank);
     const Selection selection = selection_of(shares, x.size(), dense, bits, group, step);
+    const Coding coding = coding_of(arriving.first, arriving.second);
     const std::vector<Header> headers(ranks, header_of(expected));
     Header leaving = header_of(header);
     float* const sums = data<float>(x);
@@ -127,13 +128,13 @@ nb::tuple collect(const InOut& x, const std::vector<Bytes>& messages, nb::bytes 
     Written returned;
     {
         nb::gil_scoped_release release;
-        arrived = read_all(messages, rank, headers, selection.coding,
+        arrived = read_all(messages, rank, headers, coding,
                            [&](size_t) { return regions.length(rank); });
         if (arrived) {
             for (const Packed& one : *arrived) {
                 if (!one.finite) leaving.flags = uint8_t(leaving.flags | kNonFinite);
             }
-            added = add_packed(regions, rank, *arrived, selection.coding, sums, threads);
+            added = add_packed(regions, rank, *arrived, coding, sums, threads);
             returned = take_own(regions, rank, selection, most, leaving, sums);
         }
     }
@@ -174,9 +175,9 @@ void bind_regions(nb::module_& module) {
     module.def("enter", enter, "memory"_a.noconvert(), "gradient"_a.noconvert(),
                "scratch"_a.noconvert(), "scale"_a, "rank"_a, "ranks"_a, "block"_a, "shares"_a,
                "most"_a, "dense"_a, "bits"_a, "group"_a, "step"_a, "leaving"_a, "threads"_a);
-    module.def("collect", collect, "x"_a.noconvert(), "messages"_a, "expected"_a, "rank"_a,
-               "ranks"_a, "block"_a, "shares"_a, "most"_a, "dense"_a, "bits"_a, "group"_a, "step"_a,
-               "header"_a, "threads"_a);
+    module.def("collect", collect, "x"_a.noconvert(), "messages"_a, "expected"_a, "arriving"_a,
+               "rank"_a, "ranks"_a, "block"_a, "shares"_a, "most"_a, "dense"_a, "bits"_a, "group"_a,
+               "step"_a, "header"_a, "threads"_a);
     module.def("deliver", deliver, "messages"_a, "expected"_a, "block"_a, "bits"_a, "group"_a,
                "divisor"_a, "out"_a.noconvert(), "threads"_a);
 }

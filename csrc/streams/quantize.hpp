@@ -17,7 +17,7 @@ namespace sparcel {
 // its codes.
 template <class Run>
 void over_parts(const Coding& coding, size_t n, int threads, const Run& run) {
-    const size_t entries = coding.group * std::max<size_t>(4, 4096 / coding.group / 4 * 4);
+    const size_t entries = coding.group * std::max<size_t>(8, 4096 / coding.group / 8 * 8);
     const size_t parts = (n + entries - 1) / entries;
     const size_t tasks = std::min(useful_threads(n, threads), std::max<size_t>(parts, 1));
     parallel(tasks, [&](size_t task) {
@@ -37,7 +37,7 @@ inline void quantize(const Coding& coding, const float* x, size_t n, uint64_t of
     over_parts(coding, n, threads, [&](size_t begin, size_t end, uint8_t* codes, double* sums) {
         passes.quantize(coding, x + begin, end - begin, offset + begin, sums, codes,
                         scales + begin / coding.group * coding.scales(), values + begin);
-        passes.pack(coding.bits, codes, end - begin, packed + begin / coding.per_byte());
+        passes.pack(coding.bits, codes, end - begin, packed + coding.code_bytes(begin));
     });
 }
 
@@ -45,7 +45,7 @@ inline void dequantize(const Coding& coding, const uint8_t* packed, const float*
                        int threads, float* values) {
     const CodePasses& passes = kernels().codes;
     over_parts(coding, n, threads, [&](size_t begin, size_t end, uint8_t* codes, double*) {
-        passes.unpack(coding.bits, packed + begin / coding.per_byte(), end - begin, codes);
+        passes.unpack(coding.bits, packed + coding.code_bytes(begin), end - begin, codes);
         passes.dequantize(coding, codes, end - begin,
                           scales + begin / coding.group * coding.scales(), values + begin);
     });

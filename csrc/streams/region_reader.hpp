@@ -115,7 +115,7 @@ class Values {
             std::memcpy(&scale, packed_.scales + 2 * (first + i), sizeof scale);
             scales[i] = widen(scale);
         }
-        passes_.codes.unpack(coding_.bits, packed_.codes + decoded_ / coding_.per_byte(), n, codes);
+        passes_.codes.unpack(coding_.bits, packed_.codes + coding_.code_bytes(decoded_), n, codes);
         passes_.codes.dequantize(coding_, codes, n, scales, values_ + held_);
         held_ += n;
         decoded_ += n;

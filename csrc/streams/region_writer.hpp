@@ -192,7 +192,7 @@ class Selected {
         magnitude_ += passes_.codes.residual(
             coding_, values, n, sums, codes,
             scales_.data() + count_ / coding_.group * coding_.scales(), errors);
-        passes_.codes.pack(coding_.bits, codes, n, codes_.data() + count_ / coding_.per_byte());
+        passes_.codes.pack(coding_.bits, codes, n, codes_.data() + coding_.code_bytes(count_));
         count_ += n;
     }
 

@@ -273,6 +273,7 @@ def collect(
     x: Tensor,
     messages: Sequence[Tensor] | Tensor,
     expected: bytes,
+    arriving: tuple[int, int],
     rank: int,
     ranks: int,
     block: int,

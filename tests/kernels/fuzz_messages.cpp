@@ -118,7 +118,7 @@ bool read_packed() {
 // Turns mutated codes and scales into values; any bytes stand for some.
 void read_few_bits() {
     const size_t n = below(300);
-    Coding coding{.bits = 2 << below(3),
+    Coding coding{.bits = 2 + int(below(7)),
                   .group = 8 * (1 + below(20)),
                   .two_means = false,
                   .narrow = one_in(2),
@@ -142,7 +142,7 @@ Header region_header(size_t length, bool dense) {
 // Makes messages of a region of a vector, and adds one that is mutated or cut off to another
 // vector, and writes it. Returns whether it was read.
 bool read_region() {
-    Coding coding{.bits = 2 << below(3),
+    Coding coding{.bits = 2 + int(below(7)),
                   .group = size_t{8} << below(4),
                   .two_means = false,
                   .narrow = true,

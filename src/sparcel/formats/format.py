@@ -45,7 +45,7 @@ class Format:
         ``"raw"``: 32 or 64 bits an index. ``"packed"``: about log₂(size / entries) + 2 bits.
         ``"chunked"``: 12 bits, and 16 bits for each 4096 coordinates.
     values
-        ``"plain"``: as they are. ``"float16"`` or ``"bfloat16"``: 16 bits. 8, 4 or 2: so many bits,
+        ``"plain"``: as they are. ``"float16"`` or ``"bfloat16"``: 16 bits. 2 to 8: so many bits,
         rounded to nearest, with a scale for a block of values. A `ValueCode`, such as `FewBits`
         with other settings. All but plain values lose something.
 

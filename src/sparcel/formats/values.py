@@ -129,19 +129,19 @@ class HalfValues(ValueCode):
         return kernels.limited(parts[0].view(_HALVES[self.dtype]), dtype)
 
 
-_BITS = (8, 4, 2)
+_BITS = range(2, 9)
 _SCALES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _LONGEST_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
 class FewBits(ValueCode):
-    """Values in 8, 4 or 2 bits, with a scale for each block of stored values.
+    """Values in 2 to 8 bits, with a scale for each block of stored values.
 
     Parameters
     ----------
     bits
-        8, 4 or 2 bits a value, sign included. Rounded to nearest, 2 bits have no zero: in a dense
+        2 to 8 bits a value, sign included. Rounded to nearest, 2 bits have no zero: in a dense
         message zeros become small numbers, where they share a block with others.
     block
         How many consecutive stored values share a scale: a multiple of 8 from 8 to 65536. 0 is 64,
@@ -172,7 +172,7 @@ class FewBits(ValueCode):
 
     def __post_init__(self) -> None:
         if checked_whole(self.bits, "bits") not in _BITS:
-            raise InputError(f"bits must be 8, 4 or 2, got {self.bits}")
+            raise InputError(f"bits must lie in [2, 8], got {self.bits}")
         block = checked_whole(self.block, "block") or (32 if self.bits == 2 else 64)
         if not 8 <= block <= _LONGEST_BLOCK or block % 8:
             raise InputError(f"block must be a multiple of 8 from 8 to 65536, got {block}")
@@ -195,7 +195,7 @@ class FewBits(ValueCode):
     def part_bytes(self, count: int, value_bytes: int) -> Sequence[int]:
         """See `ValueCode.part_bytes`: those of the scales and of the codes."""
         scales = kernels.scales_count(count, self.bits, self.block, self.stochastic)
-        return scales * _SCALES[self.scale].itemsize, -(-count * self.bits // 8)
+        return scales * _SCALES[self.scale].itemsize, kernels.code_bytes(count, self.bits)
 
     def encode(self, values: Tensor, key: int) -> Written:
         """See `ValueCode.encode`."""

@@ -33,6 +33,7 @@ from sparcel.kernels.definitions.ahead import scaled_as_adam as scaled_as_adam
 from sparcel.kernels.definitions.common import index_dtype as index_dtype
 from sparcel.kernels.definitions.common import magnitude_bits as magnitude_bits
 from sparcel.kernels.definitions.common import widen as widen
+from sparcel.kernels.definitions.few_bits import code_bytes as code_bytes
 from sparcel.kernels.definitions.few_bits import scales_count as scales_count
 from sparcel.kernels.definitions.packing import WORD as WORD
 from sparcel.kernels.definitions.packing import packed_words as packed_words

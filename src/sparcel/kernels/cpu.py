@@ -213,6 +213,7 @@ def collect(
         addition.scratch,
         arrived,
         up.headers[rank],
+        (up.bits, up.group),
         rank,
         down.regions.ranks,
         down.regions.block,

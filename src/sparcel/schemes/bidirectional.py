@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sparcel._checks import checked_number
-from sparcel.formats import Format
-from sparcel.regions import Shares
+from sparcel.formats import Format, format_named
 from sparcel.regions import stages as regions_stages
 from sparcel.schemes.plan import Span
-from sparcel.schemes.sparsifier import Sparsifier, sends_all
+from sparcel.schemes.sparsifier import Sparsifier, Travelling, sends_all
 from sparcel.stages import Problem, Stage
 
 RETURNED = 3.0
@@ -34,6 +33,10 @@ class Bidirectional(Sparsifier):
     returned
         Share of its sums that an owner returns, about, at least ``density``: by default three times
         as much. 1 returns all, in the format's bits, so that what any rank has sent is applied.
+    answer
+        How what owners return travels, by name or as a `Format`; by default as what they are sent.
+        Owners' roundings reach every rank, while those of ranks average: an answer is worth more
+        bits.
 
     The others are those of `Sparsifier`. Layers with densities of their own return as many times
     as much.
@@ -43,20 +46,30 @@ class Bidirectional(Sparsifier):
     """
 
     returned: float | None = None
+    answer: str | Format | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.answer is not None:
+            self.answer = format_named(self.answer)
         if self.returned is not None:
             self.returned = checked_number(
                 self.returned, "returned", at_least=self.density, at_most=1, hint="1 returns all"
             )
 
-    def _up_and_down(self, spans: Sequence[Span], format: Format) -> tuple[Shares, Shares] | None:
+    def _up_and_down(
+        self, spans: Sequence[Span], format: Format
+    ) -> tuple[Travelling, Travelling] | None:
+        answer = self.answer if isinstance(self.answer, Format) else format
         if sends_all(spans):
-            return super()._up_and_down(spans, format)
+            if not (format.loses or answer.loses):
+                return None
+            everything = ((spans[-1].stop, 1.0),)
+            return (everything, format), (everything, answer)
         times = RETURNED if self.returned is None else self.returned / self.density
         up = tuple((span.stop, span.density) for span in spans)
-        return up, tuple((stop, min(1.0, density * times)) for stop, density in up)
+        down = tuple((stop, min(1.0, density * times)) for stop, density in up)
+        return (up, format), (down, answer)
 
 
 def stages(problem: Problem) -> Iterator[Stage]:

@@ -16,6 +16,7 @@ class Settings(TypedDict, total=False):
     """
 
     algorithm: str
+    answer: str | Format | None
     beta: float
     beta_steps: int | None
     beta_switch: str | None

@@ -108,25 +108,27 @@ class Sparsifier(Scheme):
         format, up, down = self.format_for(size, k, comm), None, None
         asked, coordinates = k, request.count(size)
         facts: dict[str, object] = {}
-        if shares := self._up_and_down(spans, format):
+        if phases := self._up_and_down(spans, format):
             regions = Regions.of(size, comm.size)
             dtype = self._memory.dtype(gradient)
-            up, down = [phase(regions, one, format, dtype) for one in shares]
+            up, down = [phase(regions, shares, coded, dtype) for shares, coded in phases]
             asked = min(sum(up.expected), coordinates)
-            facts = {"format": format, "memory": dtype, "up": up.shares, "down": down.shares}
+            facts = {"memory": dtype, "up": phases[0], "down": phases[1]}
         elif sends_all(spans):
             asked = coordinates
         call = self._call(gradient, comm, request, facts)
         return Plan(call, request.divisor(comm), coordinates, asked, spans, format, up, down)
 
-    def _up_and_down(self, spans: Sequence[Span], format: Format) -> tuple[Shares, Shares] | None:
+    def _up_and_down(
+        self, spans: Sequence[Span], format: Format
+    ) -> tuple[Travelling, Travelling] | None:
         """Return what travels up and down of a vector's ranges, if a step goes by regions.
 
         One that sends all does if its format rounds.
         """
         if not (sends_all(spans) and format.loses):
             return None
-        everything = ((spans[-1].stop, 1.0),)
+        everything = ((spans[-1].stop, 1.0),), format
         return everything, everything
 
     def reduce(self, step: Step) -> Outcome:
@@ -212,6 +214,10 @@ class Sparsifier(Scheme):
         density = own or self.density
         in_front = request.front_loaded and not self.warmup
         return front_loaded(density, self.steps) if in_front else density
+
+
+Travelling = tuple[Shares, Format]
+"""How much of a vector's ranges travels in a phase, and in which format."""
 
 
 def sends_all(spans: Sequence[Span]) -> bool:

@@ -20,8 +20,8 @@ class Quantized(NamedTuple):
     Attributes
     ----------
     codes
-        uint8 ``[ceil(n * bits / 8)]``. The first code of a byte takes its lowest bits; the sign is
-        the highest bit of a code.
+        uint8 ``[code_bytes(n, bits)]``, a stream of bits that begins with the lowest of the first
+        byte; the sign is the highest bit of a code.
     scales
         ``[scales_count(n, …)]``, bfloat16 or float32.
     values
@@ -36,6 +36,11 @@ class Quantized(NamedTuple):
 def scales_count(size: int, bits: int, block: int, stochastic: bool) -> int:
     """Return how many scales `quantize` needs for ``size`` values."""
     return -(-size // block) * (2 if bits == 2 and not stochastic else 1)
+
+
+def code_bytes(size: int, bits: int) -> int:
+    """Return how many bytes the codes of ``size`` values take."""
+    return -(-size * bits // 8)
 
 
 def quantize(
@@ -66,7 +71,7 @@ def quantize(
         Dense vector ``[n]``, float16, bfloat16, float32 or float64 (limited to float32's finite
         numbers, and rounded to float32).
     bits
-        8, 4 or 2 bits a value.
+        2 to 8 bits a value.
     block
         How many consecutive values share a scale.
     seed
@@ -191,15 +196,17 @@ def _rounded(scales: Tensor, dtype: torch.dtype, up: bool = False) -> Tensor:
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    per_byte = 8 // bits
-    rows = torch.nn.functional.pad(codes, (0, -codes.numel() % per_byte)).view(-1, per_byte)
-    packed = torch.zeros(rows.shape[0], dtype=torch.uint8, device=codes.device)
-    for position in range(per_byte):
-        packed |= rows[:, position] << (position * bits)
-    return packed
+    """Return codes as a stream of bits, the first in the lowest: 8 codes take ``bits`` bytes."""
+    rows = torch.nn.functional.pad(codes, (0, -codes.numel() % 8)).view(-1, 8).long()
+    joined = (rows << torch.arange(0, 8 * bits, bits, device=codes.device)).sum(dim=1)
+    shifts = torch.arange(0, 8 * bits, 8, device=codes.device)
+    packed = (joined[:, None] >> shifts & 0xFF).to(torch.uint8)
+    return packed.view(-1)[: code_bytes(codes.numel(), bits)]
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
-    codes: Tensor = (packed[:, None] >> shifts) & (2**bits - 1)
-    return codes.view(-1)
+    rows = torch.nn.functional.pad(packed, (0, -packed.numel() % bits)).view(-1, bits).long()
+    joined = (rows << torch.arange(0, 8 * bits, 8, device=packed.device)).sum(dim=1)
+    shifts = torch.arange(0, 8 * bits, bits, device=packed.device)
+    codes: Tensor = joined[:, None] >> shifts & 2**bits - 1
+    return codes.to(torch.uint8).view(-1)

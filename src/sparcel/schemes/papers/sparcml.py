@@ -22,7 +22,7 @@ class SparCML(Selecting):
     Parameters
     ----------
     bits
-        8, 4 or 2: values travel in so many bits, rounded at random and without bias, with one
+        2 to 8: values travel in so many bits, rounded at random and without bias, with one
         float32 scale for 512 of them (QSGD), by split and all-gather: those that each rank
         selected, and their sum. Section 6 of the paper rounds the sum alone, where that is dense.
         Who rounds keeps the rounding error in its memory; the paper drops it. With 2 bits the
