@@ -2,8 +2,8 @@
 
     python -m benchmarks.training.frontier DATA --runs dense oktopk,0.08,packed:4,front
 
-A run is named by scheme, density and format, as in ``bidirectional,0.1/0.3,mask:4``, where 0.3 is
-what owners return of their sums; by ``front`` if its first steps send more, or by the densities of
+A run is named by scheme, density and format, as in ``bidirectional,0.1/0.3,packed:4/6``, where
+owners return 0.3 of their sums, in 6 bits; by ``front`` if its first steps send more, or by the densities of
 its first steps, as in ``1:0.5*40`` for 40 steps each; and by ``still`` if it does not step ahead.
 Or it is one of torch's hooks: ``bf16``, ``fp16``, ``powersgd,RANK`` (see `peers.py`). ``DATA``,
 tasks, seeds and the simulated cluster are those of `convergence.py`; collectives are chosen for
@@ -24,6 +24,7 @@ from benchmarks.training.peers import HALVES, train_with_hook
 from benchmarks.training.task_training import Method, train
 from benchmarks.training.tasks import TASKS
 from sparcel.cost import stated_rates
+from sparcel.formats import format_named
 
 VALUE_BYTES = 4
 LINK = 12.5e6
@@ -34,14 +35,15 @@ LATENCY_S = 100e-6
 def trained(data: Path, task: str, run: str, seed: int, ranks: int, steps: int) -> Row:
     """Train once, and return the row."""
     usual = TASKS[task]
+    about = {"kind": usual.kind, "optimizer": usual.optimizer}
     if run in HALVES or run.startswith("powersgd,"):
-        return train_with_hook(data, task, run, seed, steps)
+        return {**about, **train_with_hook(data, task, run, seed, steps)}
     rates = stated_rates(bandwidth=LINK, latency_s=LATENCY_S, ranks=ranks)
     row = train(data, task, method_of(run), seed, ranks, usual.batch, usual.lr, steps, rates)
     model = usual.model(usual.read(data / usual.folder, seed))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     dense = 2 * (ranks - 1) / ranks * VALUE_BYTES * parameters
-    return {**row, "parameters": parameters, "share": row["bytes_a_step"] / dense}
+    return {**about, **row, "parameters": parameters, "share": row["bytes_a_step"] / dense}
 
 
 def method_of(run: str) -> Method:
@@ -49,11 +51,14 @@ def method_of(run: str) -> Method:
     scheme, *rest = run.split(",")
     if not rest:
         return Method(run, scheme)
-    densities, format, *words = rest
+    densities, formats, *words = rest
     density, _, returned = densities.partition("/")
+    format, _, answer = formats.partition("/")
     settings: dict[str, Any] = {"density": float(density), "format": format}
     if returned:
         settings["returned"] = float(returned)
+    if answer:
+        settings["answer"] = f"{format_named(format).indices}:{answer}"
     for first in set(words) - {"front", "still"}:
         densities, _, steps = first.partition("*")
         settings["warmup"] = [float(one) for one in densities.split(":")]
@@ -67,7 +72,7 @@ def main() -> None:
     parser.add_argument("--runs", nargs="+", required=True, metavar="RUN")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="default: 0")
     parser.add_argument("--ranks", type=int, default=RANKS)
-    parser.add_argument("--fewer-steps", type=int, default=1, help="by this factor; default: 1")
+    parser.add_argument("--fewer-steps", type=float, default=1, help="by this factor; default: 1")
     told = parser.parse_args()
     jobs = [
         {
@@ -75,7 +80,7 @@ def main() -> None:
             "run": run,
             "seed": seed,
             "ranks": told.ranks,
-            "steps": TASKS[task].steps // told.fewer_steps,
+            "steps": round(TASKS[task].steps / told.fewer_steps),
         }
         for seed, run, task in product(told.seeds, told.runs, told.tasks)
     ]

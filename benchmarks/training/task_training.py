@@ -1,8 +1,8 @@
 """Training on a simulated cluster: one run of one method on one task, and its measurements.
 
 Every rank computes the gradients of its part of the batch and averages them as `sparcel.attach`
-does. The selections, the exchanges and the bytes are real, the network is not. The ranks share one
-model, because their updates are equal; that is checked in every step.
+does, on a GPU if there is one. The selections, the exchanges and the bytes are real, the network is
+not. The ranks share one model, because their updates are equal; that is checked in every step.
 """
 
 from __future__ import annotations
@@ -25,6 +25,12 @@ from sparcel.comm import Communicator
 from sparcel.rates import Rates
 from sparcel.selectors import Selector
 from sparcel.training import Averager, stays_dense
+
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+LOOKS = 16
+"""How many times a training looks at what ranks keep back, evenly from a fifth of its steps on."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,7 @@ def train(
         "lr": lr,
         **evaluate(run.model, run.split),
         "train_losses": run.smoothed(),
+        **run.kept(),
         "density_before": report.results[0].density_before,
         "density_after": report.results[0].density_after,
         "dense_steps": run.dense_steps,
@@ -96,9 +103,10 @@ class Run:
     ) -> None:
         torch.set_num_threads(1)
         self.task, self.method, self.seed, self.rates = task, method, seed, rates
-        self.split = task.read(data / task.folder, seed)
+        read = task.read(data / task.folder, seed)
         torch.manual_seed(seed)
-        self.model = task.model(self.split)
+        self.model = task.model(read).to(DEVICE)
+        self.split = Split(*(part.to(DEVICE) for part in vars(read).values()))
         if task.after is not None:
             self.model.load_state_dict(trained_before(data, task.after, seed))
         self.named = dict(self.model.named_parameters())
@@ -111,6 +119,9 @@ class Run:
         self.losses = [0.0] * task.steps
         self.dense_steps = self.clipped_steps = 0
         self._updates: dict[str, Tensor] = {}
+        self._energies = dict.fromkeys(("kept", "computed", "owed", "summed"), 0.0)
+        self._summed = self._owed = torch.zeros((), device=DEVICE)
+        self._ranks = 1
 
     def rank(self, comm: Communicator) -> sparcel.training.Stats:
         method = self.method
@@ -120,6 +131,7 @@ class Run:
             for optimizer in self.optimizers:
                 ahead.follow(optimizer)
         samples, task = len(self.split.y_train), self.task
+        self._ranks = comm.size
         for step, batch in enumerate(batches(samples, task.batch, task.steps, self.seed)):
             part = batch.chunk(comm.size)[comm.rank]
             moved = {} if ahead is None else ahead.moved()
@@ -129,7 +141,12 @@ class Run:
             self.losses[step] += loss.item() / comm.size
             gradients = dict(zip(self.named, found, strict=True))
             self.observe(comm, step, gradients, averager)
+            looks = step in self.looks
+            if looks:
+                self._look_at_gradients(gradients, averager)
             updates = averager.average(gradients)
+            if looks:
+                self._look_at_memory(averager)
             if comm.rank == 0:
                 self._updates = updates
                 self.dense_steps += averager.handle.stats().last.density_before > 0.99
@@ -138,9 +155,48 @@ class Run:
                 assert same_bits(update, self._updates[name]), "ranks parted"
             comm.gather_numbers(0)  # all have compared
             if comm.rank == 0:
+                self._end_look()
                 self._apply(updates, step)
             comm.gather_numbers(0)  # the model has changed
         return averager.handle.stats()
+
+    @property
+    def looks(self) -> range:
+        """The steps in which the training looks at what ranks keep back."""
+        steps = self.task.steps
+        return range(steps // 5, steps, max(1, 4 * steps // (5 * LOOKS)))
+
+    def kept(self) -> dict[str, float]:
+        """Return energies, as shares, in the mean over the steps of `looks`.
+
+        ``kept`` is what ranks keep back, of their gradients; ``owed`` what their sum is, of the sum
+        of gradients; ``alike`` the sum of gradients, of what it would be if ranks had the same.
+        """
+        found, ranks = self._energies, self._ranks
+        if not found["computed"]:
+            return {}
+        return {
+            "kept": found["kept"] / found["computed"],
+            "owed": found["owed"] / found["summed"],
+            "alike": found["summed"] / (ranks * found["computed"]),
+        }
+
+    def _look_at_gradients(self, gradients: Mapping[str, Tensor], averager: Averager) -> None:
+        large = torch.cat([gradients[name].flatten() for name in sorted(averager.handle.eligible)])
+        self._energies["computed"] += float(large.square().sum())
+        self._summed = self._summed + large
+
+    def _look_at_memory(self, averager: Averager) -> None:
+        of, names = averager._session.residuals.of, sorted(averager.handle.eligible)
+        memory = torch.cat([of(name).get("memory", torch.zeros(1)).flatten() for name in names])
+        self._energies["kept"] += float(memory.square().sum())
+        self._owed = self._owed + memory
+
+    def _end_look(self) -> None:
+        """Add the energies of sums over the ranks, and begin new sums."""
+        self._energies["summed"] += float(self._summed.square().sum())
+        self._energies["owed"] += float(self._owed.square().sum())
+        self._summed = self._owed = torch.zeros((), device=DEVICE)
 
     def alone(self, model: nn.Module) -> None:
         """Train in one process with whole batches; ``model`` is the run's, or what wraps it."""

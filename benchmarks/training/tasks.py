@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import lzma
+import sysconfig
 import tarfile
 import wave
 from collections import Counter
@@ -19,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -73,6 +75,8 @@ class Task:
         The largest norm of the update, if that is clipped.
     lr_end
         What the learning rate falls to, linearly, as a share of the largest.
+    kind
+        What is learnt.
     muon
         Whether Muon trains the matrices inside of the model's layers, and AdamW the others.
     after
@@ -89,8 +93,16 @@ class Task:
     adamw: Mapping[str, Any] | None = None
     clip: float | None = None
     lr_end: float = 0.0
+    kind: str = "language"
     muon: bool = False
     after: str | None = None
+
+    @property
+    def optimizer(self) -> str:
+        """What trains the matrices of the layers."""
+        if self.muon:
+            return "Muon"
+        return "SGD" if self.adamw is None else "AdamW"
 
     def optimizers(
         self, model: nn.Module, without_momentum: Collection[str] = ()
@@ -228,11 +240,24 @@ def _news(folder: Path, seed: int) -> Split:
         return _bytes("\n".join(". ".join(row[1:]) for row in csv.reader(file)))
 
 
-def _bytes(text: str) -> Split:
+def _code(length: int) -> Callable[[Path, int], Split]:
+    """Read the sources of Python's own library, in an order that is drawn once."""
+
+    @cache
+    def read(folder: Path, seed: int) -> Split:
+        files = sorted(Path(sysconfig.get_path("stdlib")).glob("*/*.py"))
+        files = [file for file in files if "site-packages" not in file.parts]
+        Random(0).shuffle(files)
+        return _bytes("\n".join(file.read_text("utf8", "replace") for file in files), length)
+
+    return read
+
+
+def _bytes(text: str, length: int = BYTES_A_WINDOW) -> Split:
     """Read a text as windows of bytes; the last twentieth is held out."""
     letters = torch.frombuffer(bytearray(text.encode()[:MOST_BYTES]), dtype=torch.uint8).long()
     cut = len(letters) * 19 // 20
-    return _windows(letters[:cut], letters[cut:], BYTES_A_WINDOW)
+    return _windows(letters[:cut], letters[cut:], length)
 
 
 @cache
@@ -293,21 +318,23 @@ def _classes(split: Split) -> int:
 
 
 SGD_TASKS = (
-    Task("clothes", "fashion-mnist", _fashion, lambda _: small_cnn(), 64, 2000, 0.05),
-    Task("images", "cifar-10-jpeg", _cifar, lambda _: residual_network(), 64, 2000, 0.05),
+    Task("clothes", "fashion-mnist", _fashion, lambda _: small_cnn(), 64, 2000, 0.05, kind="vision"),
+    Task("images", "cifar-10-jpeg", _cifar, lambda _: residual_network(), 64, 2000, 0.05, kind="vision"),
     Task(
         *("batchnorm", "cifar-10-jpeg", _cifar, lambda _: residual_network(nn.BatchNorm2d)),
         *(64, 2000, 0.05),
+        kind="vision",
     ),
     Task(
         *("characters", "tinyshakespeare", _shakespeare, lambda split: Characters(_classes(split))),
         *(64, 2000, 2.0),
         clip=1.0,
     ),
-    Task("speech", "fsdd", _digits, lambda _: spectrogram_cnn(), 64, 2000, 0.05),
+    Task("speech", "fsdd", _digits, lambda _: spectrogram_cnn(), 64, 2000, 0.05, kind="speech"),
     Task(
         *("intents", "snips-nlu", _snips, lambda split: intents(2 + int(split.x_train.max()))),
         *(64, 2000, 0.1),
+        kind="intents",
     ),
 )
 
@@ -316,8 +343,10 @@ def _of_words(width: int, layers: int) -> Callable[[Split], nn.Module]:
     return lambda _: Words(VOCABULARY, 32, width, layers)
 
 
-def _of_bytes(width: int, layers: int) -> Callable[[Split], nn.Module]:
-    return lambda _: Words(256, BYTES_A_WINDOW, width, layers)
+def _of_bytes(
+    width: int, layers: int, length: int = BYTES_A_WINDOW
+) -> Callable[[Split], nn.Module]:
+    return lambda _: Words(256, length, width, layers)
 
 
 _WORDS = Task(
@@ -329,7 +358,27 @@ _ARTICLES = Task(
     clip=1.0,
     lr_end=0.1,
 )
+_CODE = replace(
+    _ARTICLES,
+    name="code",
+    folder="",
+    read=_code(128),
+    model=_of_bytes(160, 4, 128),
+    batch=16,
+    steps=600,
+    lr=2e-3,
+    clip=None,
+)
+_LONG = replace(_CODE, read=_code(256), batch=256, steps=800, lr=1e-3)
+_CODES = (
+    _CODE,
+    replace(_CODE, name="code 6M", model=_of_bytes(320, 5, 128), batch=32, steps=400, lr=1e-3),
+    replace(_LONG, name="code 25M", model=_of_bytes(512, 8, 256)),
+    replace(_LONG, name="code 100M", model=_of_bytes(1024, 8, 256)),
+)
 ADAM_TASKS = (
+    *_CODES,
+    *(replace(task, name=f"{task.name}, Muon", muon=True) for task in _CODES),
     _WORDS,
     replace(_WORDS, name="medium words", model=_of_words(160, 3), steps=600, lr=1e-3),
     replace(_WORDS, name="wide words", model=_of_words(320, 4), steps=400, lr=1e-3),
@@ -361,6 +410,8 @@ TASKS = {task.name: task for task in (*SGD_TASKS, *ADAM_TASKS)}
 """All tasks, by name. What protects training was tuned on ``clothes``, which is not judged;
 ``batchnorm`` is ``images`` with batch norms, which take the samples of one rank; ``medium words``
 and ``wide words`` are ``words`` with models of 1.3 and 5.6 million parameters, for trainings over
-links. The last three are language models of bytes, unlike the tasks that defaults were chosen on:
+links. ``code`` trains language models of bytes
+on the sources of Python's library, of 1.3 million parameters and more, with few samples a rank and
+a high rate; 25 and 100 million ask for a GPU. The last three are language models of bytes, unlike the tasks that defaults were chosen on:
 ``reviews`` is trained by Muon, ``articles`` by AdamW with a shorter memory and weight decay, and
 ``news`` fine-tunes the model of ``articles`` at a constant rate."""
