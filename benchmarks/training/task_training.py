@@ -26,7 +26,6 @@ from sparcel.rates import Rates
 from sparcel.selectors import Selector
 from sparcel.training import Averager, stays_dense
 
-
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 LOOKS = 16

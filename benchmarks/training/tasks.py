@@ -318,8 +318,14 @@ def _classes(split: Split) -> int:
 
 
 SGD_TASKS = (
-    Task("clothes", "fashion-mnist", _fashion, lambda _: small_cnn(), 64, 2000, 0.05, kind="vision"),
-    Task("images", "cifar-10-jpeg", _cifar, lambda _: residual_network(), 64, 2000, 0.05, kind="vision"),
+    Task(
+        *("clothes", "fashion-mnist", _fashion, lambda _: small_cnn(), 64, 2000, 0.05),
+        kind="vision",
+    ),
+    Task(
+        *("images", "cifar-10-jpeg", _cifar, lambda _: residual_network(), 64, 2000, 0.05),
+        kind="vision",
+    ),
     Task(
         *("batchnorm", "cifar-10-jpeg", _cifar, lambda _: residual_network(nn.BatchNorm2d)),
         *(64, 2000, 0.05),
@@ -410,8 +416,8 @@ TASKS = {task.name: task for task in (*SGD_TASKS, *ADAM_TASKS)}
 """All tasks, by name. What protects training was tuned on ``clothes``, which is not judged;
 ``batchnorm`` is ``images`` with batch norms, which take the samples of one rank; ``medium words``
 and ``wide words`` are ``words`` with models of 1.3 and 5.6 million parameters, for trainings over
-links. ``code`` trains language models of bytes
-on the sources of Python's library, of 1.3 million parameters and more, with few samples a rank and
-a high rate; 25 and 100 million ask for a GPU. The last three are language models of bytes, unlike the tasks that defaults were chosen on:
-``reviews`` is trained by Muon, ``articles`` by AdamW with a shorter memory and weight decay, and
-``news`` fine-tunes the model of ``articles`` at a constant rate."""
+links. ``code`` trains language models of bytes on the sources of Python's library, of 1.3 million
+parameters and more, with few samples a rank and a high rate; 25 and 100 million ask for a GPU. The
+last three are language models of bytes, unlike the tasks that defaults were chosen on: ``reviews``
+is trained by Muon, ``articles`` by AdamW with a shorter memory and weight decay, and ``news``
+fine-tunes the model of ``articles`` at a constant rate."""
