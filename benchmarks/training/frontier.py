@@ -7,9 +7,10 @@ owners return 0.3 of their sums, in 6 bits; by ``front`` if its first steps send
 densities of its first steps, as in ``1:0.5*40`` for 40 steps each; and by ``still`` if it does not
 step ahead. Or it is one of torch's hooks: ``bf16``, ``fp16``, ``powersgd,RANK`` (see `peers.py`).
 ``DATA``, tasks, seeds and the simulated cluster are those of `convergence.py`; collectives are
-chosen for links of 100 Mbit/s. Rows of the record tell ``share``: the bytes of a step at the worst rank, of
-those that a ring takes for the gradient in float32. Runs that the record has already are not
-repeated.
+chosen for links of 100 Mbit/s.
+
+Rows of the record tell ``share``: the bytes of a step at the worst rank, of those that a ring takes
+for the gradient in float32. Runs that the record has already are not repeated.
 """
 
 from __future__ import annotations
