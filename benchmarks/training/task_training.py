@@ -8,7 +8,7 @@ not. The ranks share one model, because their updates are equal; that is checked
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -129,16 +129,10 @@ class Run:
         if ahead is not None:
             for optimizer in self.optimizers:
                 ahead.follow(optimizer)
-        samples, task = len(self.split.y_train), self.task
         self._ranks = comm.size
-        for step, batch in enumerate(batches(samples, task.batch, task.steps, self.seed)):
-            part = batch.chunk(comm.size)[comm.rank]
-            moved = {} if ahead is None else ahead.moved()
-            model = partial(functional_call, self.model, moved)
-            loss = loss_of(model, self.split.x_train[part], self.split.y_train[part])
-            found = torch.autograd.grad(loss, list(self.named.values()))
-            self.losses[step] += loss.item() / comm.size
-            gradients = dict(zip(self.named, found, strict=True))
+        for step, part in enumerate(self.parts(comm)):
+            gradients, loss = self.gradients(part, {} if ahead is None else ahead.moved())
+            self.losses[step] += loss / comm.size
             self.observe(comm, step, gradients, averager)
             looks = step in self.looks
             if looks:
@@ -196,6 +190,21 @@ class Run:
         self._energies["summed"] += float(self._summed.square().sum())
         self._energies["owed"] += float(self._owed.square().sum())
         self._summed = self._owed = torch.zeros((), device=DEVICE)
+
+    def parts(self, comm: Communicator) -> Iterator[Tensor]:
+        """Yield the samples of each step that are a rank's."""
+        task = self.task
+        for batch in batches(len(self.split.y_train), task.batch, task.steps, self.seed):
+            yield batch.chunk(comm.size)[comm.rank]
+
+    def gradients(
+        self, part: Tensor, moved: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], float]:
+        """Return the gradients and the loss of samples, where some parameters have moved."""
+        model = partial(functional_call, self.model, dict(moved))
+        loss = loss_of(model, self.split.x_train[part], self.split.y_train[part])
+        found = torch.autograd.grad(loss, list(self.named.values()))
+        return dict(zip(self.named, found, strict=True)), loss.item()
 
     def alone(self, model: nn.Module) -> None:
         """Train in one process with whole batches; ``model`` is the run's, or what wraps it."""

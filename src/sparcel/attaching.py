@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Unpack
 
@@ -37,7 +37,7 @@ def attach(
     replicate: Replicas = None,
     group: Group = None,
     scaler: torch.amp.GradScaler | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     policy: Policy = stays_dense,
     densities: Mapping[str, float] | None = None,
     rates: Rates | str | PathLike[str] | None = None,
@@ -63,7 +63,8 @@ def attach(
     scheme_or_name
         A name that `sparcel.scheme` knows, or a scheme that it made. By default what is
         recommended: ``"bidirectional"`` at a density of 10 %, which returns 30 % of the sums, with
-        4-bit values (``format="packed:4"``).
+        4-bit values (``format="packed:4"``); where ``optimizer`` has Muon, all coordinates in 8
+        bits (``density=1, format="packed:8"``).
         Every bucket, or the model, gets a fresh scheme with these settings.
     replicate
         For ``fully_shard`` and ``replicate``: the ranks that hold the same shards as this one,
@@ -79,8 +80,9 @@ def attach(
         group, also of processes that share a GPU; or ``"nccl"``, which has never run. DDP and FSDP
         themselves stay on their process groups.
     optimizer
-        The optimiser in use. Pass it to resume bit by bit with ``ahead``: otherwise the first pass
-        after a checkpoint is not ahead. If the scheme corrects momentum (``momentum=``, and
+        The optimiser in use, or several. Pass them where Muon trains: the recommended scheme
+        depends on it. And to resume bit by bit with ``ahead``: otherwise the first pass after a
+        checkpoint is not ahead. If the scheme corrects momentum (``momentum=``, and
         ``"dgc"`` without being asked), it must have none for the parameters in ``handle.sparse``.
     scope
         Over what one selection is made: ``"bucket"``, each bucket of DDP, or the shards of each
@@ -88,8 +90,8 @@ def attach(
         gradients of the rank, with one k. See docs/how-to/ddp.md for what this costs.
     ahead
         Whether each rank computes its gradients where its own memory would bring the parameters
-        (step-ahead), see `sparcel.training.Ahead`: what brings training at low densities closer to
-        dense training.
+        (step-ahead), see `sparcel.training.Ahead`: what brings training at densities below 1 closer
+        to dense training.
         The model computes with moved values while it is called in training mode, and where a
         checkpoint calls a part of it again; the parameters themselves stay as they are.
         ``optimizer`` is found at its first step if it is not given.
@@ -123,7 +125,8 @@ def attach(
         Printed by rank 0 alone. For a single replica, with a scheme that keeps something back; for
         a scheme with momentum if ``optimizer`` is not given; for ``density=1`` in a format that
         rounds nothing; for ``densities`` with a scheme that sends all, which wait for
-        `Handle.switch`; with ``ahead``, for Muon if the scheme selects, and for an optimiser whose
+        `Handle.switch`; with ``ahead``, for Muon if the scheme is not what is
+        recommended there, and for an optimiser whose
         steps are not known (see `sparcel.training.Ahead`), now or at its first step.
 
     Notes
@@ -143,9 +146,10 @@ def attach(
         driver = DDPDriver(model, group)
     checked_flag(ahead, "ahead")
     check_callable(policy, "policy")
-    if optimizer is not None:
-        check_type(optimizer, torch.optim.Optimizer, "optimizer")
-        _check_parameters(optimizer, driver.parameters)
+    optimizers = _several(optimizer)
+    for one in optimizers:
+        check_type(one, torch.optim.Optimizer, "optimizer")
+        _check_parameters(one, driver.parameters)
     if densities is not None:
         check_type(densities, Mapping, "densities")
     if "scheme" in settings:
@@ -161,7 +165,8 @@ def attach(
                 f"the argument after the model is a scheme, got {type(scheme_or_name).__name__};"
                 f" give that by name: attach(model, {argument}=...)"
             )
-    chosen = chosen_scheme(scheme_or_name, settings)
+    muon = any(isinstance(one, torch.optim.Muon) for one in optimizers)
+    chosen = chosen_scheme(scheme_or_name, settings, muon)
     averager = Averager(
         driver.tensors,
         chosen,
@@ -183,17 +188,25 @@ def attach(
     try:  # a warning may be made an error
         warn_if_alone(averager.comm.size, handle.sparse)
         if momentum and sparse:
-            check_momentum(optimizer, momentum, sparse)
+            check_momentum(optimizers, momentum, sparse)
         if ahead and handle.eligible:
             moving = driver.move_ahead(averager, handle.eligible)
             averager.on_close(moving.end)
-            if optimizer is not None:
-                moving.follow(optimizer)
+            for one in optimizers:
+                moving.follow(one)
         driver.start(averager)
     except Exception:
         handle.close()
         raise
     return handle
+
+
+def _several(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+) -> Sequence[torch.optim.Optimizer]:
+    if optimizer is None:
+        return ()
+    return optimizer if isinstance(optimizer, Sequence) else [optimizer]
 
 
 def _check_parameters(optimizer: torch.optim.Optimizer, own: Mapping[str, Tensor]) -> None:

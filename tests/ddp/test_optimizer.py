@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, Adam, AdamW, Muon, Optimizer, RMSprop
 
+import sparcel
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, SparcelWarning
 from sparcel.schemes import Hierarchical, TopK
@@ -94,6 +95,27 @@ def test_momentum_of_both_is_refused(run_on: Any) -> None:
         for (said,), theirs in zip(ranks, expected, strict=True):
             assert said.startswith('refused: the scheme has momentum=0.9 ("dgc" has 0.9 unless')
             assert theirs in said and "such as 'first'" in said
+
+
+def scheme_by_optimizers(comm: Communicator) -> list[str]:
+    module = Linear()
+    named = dict(module.named_parameters())
+    matrices = [one for one in named.values() if one.ndim == 2]
+    muon, adamw = Muon(matrices), AdamW([one for one in named.values() if one.ndim != 2])
+    given = [{"optimizer": [adamw, muon]}, {"optimizer": [adamw]}, {}]
+    given.append({"optimizer": [muon], "scheme_or_name": "topk", "ahead": False})
+    schemes = []
+    for one in given:
+        handle = sparcel.attach(DistributedDataParallel(module), **one)
+        schemes.append(str(handle.scheme))
+        handle.close()
+    return schemes
+
+
+def test_all_goes_in_8_bits_where_muon_trains_and_no_scheme_is_named(run_on: Any) -> None:
+    usual = "Bidirectional(density=0.1, format='packed:4')"
+    expected = ["Bidirectional(density=1.0, format='packed:8')", usual, usual, "TopK(density=0.01)"]
+    assert run_on(2, scheme_by_optimizers) == [expected] * 2
 
 
 def of_other_parameters(module: torch.nn.Module) -> Optimizer:

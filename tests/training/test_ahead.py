@@ -15,7 +15,7 @@ from torch.optim import SGD, Adamax, AdamW, Muon, NAdam, RAdam, RMSprop
 from sparcel import simulate
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, MismatchError, SparcelWarning
-from sparcel.schemes import Dense, TopK
+from sparcel.schemes import Bidirectional, Dense, Hierarchical, Scheme, TopK
 from sparcel.training import Ahead
 from tests.evenly import even_averager
 from tests.sampling import meeting
@@ -161,19 +161,34 @@ def test_an_optimiser_of_another_kind_is_told_and_its_parameters_stay(
     simulate(1, on_rank)  # one rank, because a warning is the process's
 
 
-def test_muon_is_warned_of_selections_alone() -> None:
-    def on_rank(comm: Communicator) -> None:
-        whole, selecting = (trained(comm, OPTIMIZERS["SGD"], TopK(share)) for share in (1, 0.05))
-        matrices = [one for one in selecting.parameters.values() if one.ndim == 2]
-        with pytest.warns(SparcelWarning, match=r"Muon .* attach\(model, density=1\)"):
-            selecting.ahead.follow(Muon(matrices))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            whole.ahead.follow(Muon([one for one in whole.parameters.values() if one.ndim == 2]))
+def test_muon_is_warned_of_what_is_not_recommended_for_it() -> None:
+    few = Bidirectional(1.0, format="packed:8", answer="packed:6")
+    suits = [Dense(), TopK(1.0), Bidirectional(1.0, format="packed:8")]
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SparcelWarning)  # of the density
-        simulate(1, on_rank)
+    def on_rank(comm: Communicator, scheme: Scheme) -> None:
+        training = trained(comm, OPTIMIZERS["SGD"], scheme)
+        matrices = [one for one in training.parameters.values() if one.ndim == 2]
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            training.ahead.follow(Muon(matrices))
+        said = [str(one.message) for one in given]
+        assert all("attach(model, optimizer=[muon, adamw]) sends all" in one for one in said)
+        assert bool(said) == (scheme not in suits)
+
+    for scheme in [*suits, few, TopK(0.05), Hierarchical(TopK(0.05), 1)]:
+        simulate(1, lambda comm, scheme=scheme: on_rank(comm, scheme))
+
+
+def test_roundings_alone_move_nothing_unless_a_layer_has_a_density_of_its_own() -> None:
+    def on_rank(comm: Communicator) -> None:
+        scheme = Bidirectional(1.0, format="packed:4")
+        training = trained(comm, OPTIMIZERS["SGD"], scheme)
+        assert training.averager.handle.memory_norm() > 0
+        assert not training.ahead.moved()
+        training.averager.handle.switch("topk", density=0.1)
+        assert training.ahead.moved()
+
+    simulate(2, on_rank)
 
 
 def test_settings_and_state_are_those_that_the_optimiser_has_at_that_moment() -> None:

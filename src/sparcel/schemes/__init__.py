@@ -8,7 +8,7 @@ from typing import NamedTuple, Unpack
 
 from sparcel._checks import check_type
 from sparcel.errors import InputError, checked_name, warn_on_rank_0
-from sparcel.formats import Format
+from sparcel.formats import FewBits, Format
 from sparcel.rates import Rates
 from sparcel.schemes.auto import Auto
 from sparcel.schemes.auto import stages_by as auto_stages_by
@@ -39,6 +39,7 @@ from sparcel.schemes.request import Layer, Request
 from sparcel.schemes.scalecom import ScaleCom
 from sparcel.schemes.scalecom import stages as scalecom_stages
 from sparcel.schemes.settings import Settings
+from sparcel.schemes.sparsifier import Sparsifier
 from sparcel.schemes.topk import TopK
 from sparcel.schemes.topk import stages_by as topk_stages_by
 from sparcel.stages import Stages
@@ -50,6 +51,7 @@ __all__ = [
     "RECOMMENDED",
     "SCHEMES",
     "SEND_ALL",
+    "UNDER_MUON",
     "Auto",
     "Bidirectional",
     "Costs",
@@ -73,6 +75,7 @@ __all__ = [
     "named",
     "scheme",
     "stages_of",
+    "suits_muon",
 ]
 
 
@@ -123,6 +126,9 @@ DEFAULT = "bidirectional"
 
 RECOMMENDED: Settings = {"density": 0.1, "format": "packed:4"}
 """What `DEFAULT` is set to where no scheme is named."""
+
+UNDER_MUON: Settings = {"density": 1.0, "format": "packed:8"}
+"""The same where Muon trains, which makes small directions of a matrix as long as large ones."""
 
 
 def stages_of(name: str, rates: Rates) -> Stages:
@@ -179,14 +185,29 @@ def scheme(name: str | None = None, **settings: Unpack[Settings]) -> Scheme:
     return made
 
 
-def chosen_scheme(scheme_or_name: Scheme | str | None, settings: Settings) -> Scheme:
+def suits_muon(one: Scheme) -> bool:
+    """Tell whether a scheme sends all, in as many bits as are recommended under Muon."""
+    if not isinstance(one, Sparsifier) or one.density < 1:
+        return isinstance(one, Dense)
+    formats = (one.format, getattr(one, "answer", None))
+    codes = [code.value_code for code in formats if isinstance(code, Format)]
+    return all(code.bits >= 8 for code in codes if isinstance(code, FewBits))
+
+
+def chosen_scheme(
+    scheme_or_name: Scheme | str | None, settings: Settings, muon: bool = False
+) -> Scheme:
     """Return a scheme that is given, or the one that `scheme` makes.
+
+    ``muon`` tells whether Muon trains with it.
 
     Raises
     ------
     InputError
         When settings are given beside a scheme, which has its own, and as `scheme` raises.
     """
+    if scheme_or_name is None and muon:
+        scheme_or_name, settings = DEFAULT, UNDER_MUON | settings
     if scheme_or_name is None or isinstance(scheme_or_name, str):
         return scheme(scheme_or_name, **settings)
     check_type(scheme_or_name, Scheme, "scheme", "sparcel.scheme('topk') makes one")

@@ -70,6 +70,11 @@ class Scheme(ABC):
         return ()
 
     @property
+    def holds_back(self) -> bool:
+        """Whether coordinates wait in memory for later steps; else it has roundings at most."""
+        return bool(self.remembers)
+
+    @property
     def momentum(self) -> float:
         """The momentum that the scheme corrects; 0 if it has none."""
         return 0.0

@@ -93,6 +93,11 @@ class Hierarchical(Scheme):
         return self.inner.remembers
 
     @property
+    def holds_back(self) -> bool:
+        """See `Scheme.holds_back`."""
+        return self.inner.holds_back
+
+    @property
     def momentum(self) -> float:
         """See `Scheme.momentum`."""
         return self.inner.momentum

@@ -89,6 +89,11 @@ class Sparsifier(Scheme):
         """See `Scheme.remembers`."""
         return ("memory", "velocity") if self.momentum else ("memory",)
 
+    @property
+    def holds_back(self) -> bool:
+        """See `Scheme.holds_back`."""
+        return self.density < 1
+
     def _plan_terms(self, gradient: Tensor, request: Request) -> object:
         era = None
         if self.warmup:

@@ -14,8 +14,7 @@ from sparcel import kernels
 from sparcel.errors import warn_on_rank_0
 from sparcel.optim import SaysTwoSteps
 from sparcel.optim.two_steps import adam_move, muon_two_steps, sgd_two_steps
-from sparcel.schemes import Scheme
-from sparcel.schemes.sparsifier import Sparsifier
+from sparcel.schemes import suits_muon
 from sparcel.stages import Work
 from sparcel.training.residuals import Residuals
 
@@ -97,7 +96,7 @@ class Ahead:
         -----
         SparcelWarning
             When the rule is none of those above, and the optimiser does not say `two_steps`; its
-            parameters are then not moved. For Muon, if the scheme selects.
+            parameters are then not moved. For Muon, if the scheme is not what is recommended there.
         """
         optimizer = getattr(optimizer, "optimizer", optimizer)  # what frameworks wrap
         names = self._names_of(optimizer)
@@ -111,11 +110,11 @@ class Ahead:
             return
         self._rules[optimizer] = rule
         self._staying.difference_update(names)
-        if isinstance(optimizer, torch.optim.Muon) and _selects(self._residuals.template):
+        if isinstance(optimizer, torch.optim.Muon) and not suits_muon(self._residuals.template):
             warn_on_rank_0(
-                f"Muon updates {names[0]!r}, and loses accuracy where ranks send a selection:"
-                " in a recorded task perplexity ended 5 % above dense training's, and 1 % above"
-                " where all was sent in 4 bits, as attach(model, density=1) does without a name"
+                f"Muon updates {names[0]!r}, and loses accuracy where ranks send a part of their"
+                " gradients, or few bits of them; without a scheme's name attach(model,"
+                " optimizer=[muon, adamw]) sends all, in 8 bits"
             )
 
     def moves_by(self, optimizer: Optimizer) -> bool:
@@ -153,7 +152,7 @@ class Ahead:
             New tensors by name, like the parameters. Before there is memory, and before the
             parameter's optimiser is known, these are copies, so that torch.compile finds tensors of
             one class in each step. Parameters of an optimiser that `follow` does not know are left
-            out, and all if the scheme has no memory.
+            out, and all if memory holds nothing, or no more than roundings.
         """
         found = self.values(names)
         if not torch.is_grad_enabled():
@@ -162,7 +161,7 @@ class Ahead:
 
     def values(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """Return what `moved` returns, but tensors that no gradients flow through."""
-        if not self._residuals.owed_kinds:
+        if not self._residuals.waits:
             return {}
         self._find_owners()
         names = self.parameters if names is None else names
@@ -205,10 +204,6 @@ class Ahead:
         }
         state = {key: _local(one) for key, one in optimizer.state.get(parameter, {}).items()}
         return self._rules[optimizer](self._arrange(memory, values), settings, state)
-
-
-def _selects(scheme: Scheme) -> bool:
-    return isinstance(scheme, Sparsifier) and scheme.density < 1
 
 
 def _local(value: Any) -> Any:

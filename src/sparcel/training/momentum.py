@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,11 +12,11 @@ from sparcel.errors import InputError, warn_on_rank_0
 
 
 def check_momentum(
-    optimizer: Optimizer | None, momentum: float, sparse: Mapping[str, Tensor]
+    optimizers: Sequence[Optimizer], momentum: float, sparse: Mapping[str, Tensor]
 ) -> None:
-    """Raise `InputError` if the optimiser, too, has momentum for parameters that are made sparse.
+    """Raise `InputError` if an optimiser, too, has momentum for parameters that are made sparse.
 
-    Also if it is the optimiser of other parameters. Warns if it is not known.
+    Also if all are those of other parameters. Warns if none is known.
 
     Parameters
     ----------
@@ -26,20 +26,21 @@ def check_momentum(
         The parameters that are made sparse, by name.
     """
     twice = f'the scheme has momentum={momentum:g} ("dgc" has 0.9 unless another is given)'
-    if optimizer is None:
+    if not optimizers:
         warn_on_rank_0(
             f"{twice}, so the optimiser must have none for the parameters in handle.sparse; pass"
             " optimizer= to have that checked"
         )
         return
     names = {id(parameter): name for name, parameter in sparse.items()}
-    updated = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    groups = [(one, group) for one in optimizers for group in one.param_groups]
+    updated = {id(one) for _, group in groups for one in group["params"]}
     if updated.isdisjoint(names):
         raise InputError(
             f"optimizer updates none of the {len(names)} parameters that are made sparse; pass the"
             " one that does"
         )
-    for group in optimizer.param_groups:
+    for optimizer, group in groups:
         found = [names[id(one)] for one in group["params"] if id(one) in names]
         if found and (theirs := _momentum_of(group)):
             raise InputError(

@@ -67,6 +67,12 @@ class Residuals:
         """
         return self.kinds or (("memory",) if self.flush.pending else ())
 
+    @property
+    def waits(self) -> bool:
+        """Whether coordinates may wait for later steps; else memory holds roundings at most."""
+        layers = any(vector.layers for vector, _ in self._vectors.values())
+        return layers or self.flush.pending or self.template.holds_back
+
     def dtype_of(self, tensor: Tensor) -> torch.dtype:
         """Return the dtype of the memory of a tensor."""
         return self._joined or wide_dtype(tensor.dtype)
