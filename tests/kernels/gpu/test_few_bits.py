@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
 ]
 
-BITS = (8, 4, 2)
+BITS = range(2, 9)
 SCALES = (torch.bfloat16, torch.float32)
 bits_ = st.sampled_from(BITS)
 blocks = st.sampled_from([8, 32, 64, 512, 24, 1000, 4096])

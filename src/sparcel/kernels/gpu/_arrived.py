@@ -18,7 +18,7 @@ from sparcel.kernels.gpu import _region
 from sparcel.kernels.gpu._launch import launch
 from sparcel.kernels.gpu._message import (
     bits_at,
-    codes_of,
+    codes_span,
     header_of,
     is_plain,
     non_finite,
@@ -203,7 +203,7 @@ def read_tile(
     And which of its places have one, and how many do. A row has ``words`` in the masks.
     """
     count = tl.maximum(tl.load(_count_at(facts, row)), 0)
-    codes_at, places_at = codes_of(count, BITS, GROUP)
+    codes_at, places_at = codes_span(count, BITS, GROUP)
     message = messages + tl.cast(row, tl.int64) * row_bytes
     if is_plain(count, length):
         whole = (message + places_at).to(tl.pointer_type(tl.int32), bitcast=True)

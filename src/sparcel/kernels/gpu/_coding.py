@@ -118,16 +118,70 @@ def scale_bits(scale, NARROW: tl.constexpr):
 
 
 @triton.jit
-def pack(code, BITS: tl.constexpr, WORD: tl.constexpr):
-    """Return codes in words of so many bits, as int32; the first code takes the lowest bits."""
-    EACH: tl.constexpr = WORD // BITS
-    codes = tl.reshape(code, [code.numel // EACH, EACH])
-    return tl.sum(codes << (tl.arange(0, EACH) * BITS)[None, :], axis=1)
+def _wide(codes, BITS: tl.constexpr):
+    """Return whole numbers as ones that hold 8 codes."""
+    if BITS > 4:
+        codes = codes.to(tl.int64)
+    return codes
 
 
 @triton.jit
-def unpack(words, BITS: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the codes ``[ROWS, WIDTH]`` of words, which are int32."""
-    shift = (tl.arange(0, WORD // BITS) * BITS)[None, :]
-    codes = (tl.reshape(words, [words.numel, 1]) >> shift) & (2**BITS - 1)
-    return tl.reshape(codes, [ROWS, WIDTH])
+def _eights(codes, BITS: tl.constexpr):
+    """Return pointers to 8 codes each, where these have 16, 32 or 64 bits."""
+    if BITS == 2:
+        eights = codes.to(tl.pointer_type(tl.int16), bitcast=True)
+    elif BITS == 4:
+        eights = codes.to(tl.pointer_type(tl.int32), bitcast=True)
+    else:
+        eights = codes.to(tl.pointer_type(tl.int64), bitcast=True)
+    return eights
+
+
+@triton.jit
+def _bytes_of(eight, bytes, BITS: tl.constexpr):
+    """Return where the bytes of 8 codes each are, ``[n, 8]``, and which of them exist."""
+    lane = tl.arange(0, 8)[None, :]
+    place = eight[:, None] * BITS + lane
+    return place, (lane < BITS) & (place < bytes)
+
+
+@triton.jit
+def store_codes(codes, eight, bytes, code, BITS: tl.constexpr, PADDED: tl.constexpr):
+    """Store codes as a stream of bits, 8 in so many bytes, the first in the lowest bits.
+
+    ``eight`` has the numbers ``[n]`` of groups of 8 of them. No more than ``bytes`` are there, or
+    as many more as ``PADDED`` ones have to fill words of 8 bytes.
+    """
+    shift = (tl.arange(0, 8) * BITS)[None, :]
+    grouped = _wide(tl.reshape(code, [code.numel // 8, 8]), BITS)
+    joined = tl.sum(grouped << shift, axis=1)
+    if PADDED and 8 % BITS == 0:
+        to = _eights(codes, BITS)
+        tl.store(to + eight, joined.to(to.dtype.element_ty), mask=eight * BITS < bytes)
+    else:
+        place, inside = _bytes_of(eight, bytes, BITS)
+        part = joined[:, None] >> (tl.arange(0, 8) * 8)[None, :]
+        if BITS <= 4:  # of 32 bits, the lanes beyond would shift out of their range
+            part = joined[:, None] >> tl.minimum(tl.arange(0, 8) * 8, 24)[None, :]
+        tl.store(codes + place, part.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def load_codes(
+    codes, eight, bytes, BITS: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Return codes ``[ROWS, WIDTH]`` that `store_codes` stored."""
+    if PADDED and 8 % BITS == 0:
+        found = tl.load(_eights(codes, BITS) + eight, mask=eight * BITS < bytes, other=0)
+        joined = found.to(tl.int32) if BITS <= 4 else found
+    else:
+        place, inside = _bytes_of(eight, bytes, BITS)
+        found = _wide(tl.load(codes + place, mask=inside, other=0).to(tl.int32), BITS)
+        shift = tl.arange(0, 8) * 8
+        if BITS <= 4:
+            shift = tl.minimum(shift, 24)
+        joined = tl.sum(found << shift[None, :], axis=1)
+    shift = (tl.arange(0, 8) * BITS)[None, :]
+    code = (tl.reshape(joined, [joined.numel, 1]) >> shift) & (2**BITS - 1)
+    return tl.reshape(code.to(tl.int32), [ROWS, WIDTH])

@@ -9,10 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparcel.kernels.gpu._coding import decode_rows, unpack
+from sparcel.kernels.gpu._coding import decode_rows, load_codes
 from sparcel.kernels.gpu._message import (
-    code_words,
-    codes_of,
+    codes_at,
+    codes_span,
     header_of,
     non_finite,
     scales_at,
@@ -53,7 +53,7 @@ def check(
             there = there & (row != rank)
             region = tl.zeros_like(row) + rank
         length = length_of(size, ranks, block_bits, region).to(tl.int64)
-        _, end = codes_of(length, BITS, GROUP)
+        _, end = codes_span(length, BITS, GROUP)
         expected = header_of(lane, begins, detail, length, length, end)
         found = tl.load(_word_pointers(came, row, stride), mask=there, other=0)
         differing = tl.where(there, found ^ expected, 0)
@@ -76,11 +76,11 @@ def begin_rows(
     lane = tl.arange(0, 8)[None, :]
     row = rows_from(first)
     length = length_of(size, ranks, block_bits, region).to(tl.int64)
-    codes_at, end = codes_of(length, BITS, GROUP)
+    begin, end = codes_span(length, BITS, GROUP)
     header = header_of(lane, begins | non_finite(bad != 0), detail, length, length, end)
     to = _word_pointers(messages, row, stride)
     tl.store(to, header, mask=(row < rows) & (lane < 5))
-    padding = (tl.where(lane == 0, codes_at, end) >> 3) - 1 - lane
+    padding = (tl.where(lane == 0, begin, end) >> 3) - 1 - lane
     zero = tl.zeros([64, 8], tl.int64)
     tl.store(to + padding, zero, mask=(row < rows) & (lane < 2) & (length > 0))
 
@@ -105,6 +105,6 @@ def read_tile(message, place, length, TILE: tl.constexpr, BITS: tl.constexpr, GR
     ROWS: tl.constexpr = TILE // GROUP
     row = place // GROUP + tl.arange(0, ROWS)
     low, high = scales_at(message, row, row * GROUP < length, BITS)
-    words, inside = code_words(message, place, length, TILE, BITS, GROUP)
-    codes = unpack(tl.load(words, mask=inside, other=0), BITS, 32, ROWS, GROUP)
-    return tl.reshape(decode_rows(codes, low, high, BITS, BITS == 2), [TILE])
+    codes, eight, bytes = codes_at(message, place, length, TILE, BITS, GROUP)
+    code = load_codes(codes, eight, bytes, BITS, True, ROWS, GROUP)
+    return tl.reshape(decode_rows(code, low, high, BITS, BITS == 2), [TILE])

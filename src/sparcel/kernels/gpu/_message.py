@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparcel.kernels.gpu._coding import decode_rows, encode_rows, pack, scale_bits
+from sparcel.kernels.gpu._coding import decode_rows, encode_rows, scale_bits, store_codes
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def is_plain(count, length):
 
 
 @triton.jit
-def codes_of(count, BITS: tl.constexpr, GROUP: tl.constexpr):
+def codes_span(count, BITS: tl.constexpr, GROUP: tl.constexpr):
     """Return where the codes of a message of ``count`` values (int64) begin and end; the header
     takes 40 bytes.
     """
@@ -48,7 +48,7 @@ def parts_of(count, length, BITS: tl.constexpr, GROUP: tl.constexpr):
     Where the codes and the places begin, the bytes of all, the bits of the bitmap, the low bits of
     an index, and whether the bitmap is one of all coordinates; see `kernels.pack_indices`.
     """
-    codes_at, places_at = codes_of(count, BITS, GROUP)
+    codes_at, places_at = codes_span(count, BITS, GROUP)
     plain = is_plain(count, length)
     ratio = length // tl.maximum(count, 1)
     low_bits = tl.sum(((ratio >> tl.arange(0, 32)) > 0).to(tl.int64), axis=0) - 1
@@ -85,12 +85,13 @@ def scales_at(message, row, kept, BITS: tl.constexpr):
 
 
 @triton.jit
-def code_words(message, number, count, TILE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Return pointers to the words of a tile's codes, from a number on, and which of them exist."""
-    codes_at, _ = codes_of(count, BITS, GROUP)
-    words = (message + codes_at).to(tl.pointer_type(tl.int32), bitcast=True)
-    word = number * BITS // 32 + tl.arange(0, TILE * BITS // 32)
-    return words + word, word * (32 // BITS) < count
+def codes_at(message, number, count, TILE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr):
+    """Return a message's codes, which groups of 8 of them a tile has, and the bytes of all.
+
+    The tile begins at a ``number`` of the message's ``count`` values.
+    """
+    begin, _ = codes_span(count, BITS, GROUP)
+    return message + begin, number // 8 + tl.arange(0, TILE // 8), (count * BITS + 7) >> 3
 
 
 @triton.jit
@@ -110,18 +111,25 @@ def write_rows(
         bits = bits | (scale_bits(high, True) << 16)
     scales = _scales(message, BITS)
     tl.store(scales + row, bits.to(scales.dtype.element_ty), mask=row * GROUP < count)
-    words, inside = code_words(message, first * GROUP, count, ROWS * GROUP, BITS, GROUP)
-    tl.store(words, pack(code, BITS, 32), mask=inside)
+    codes, eight, bytes = codes_at(message, first * GROUP, count, ROWS * GROUP, BITS, GROUP)
+    store_codes(codes, eight, bytes, code, BITS, True)
     return x - decode_rows(code, low, high, BITS, BITS == 2), finite
 
 
 @triton.jit
 def values_at(
-    message, codes_at, number, kept, BITS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr
+    message, begin, number, kept, BITS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr
 ):
-    """Return the values of a message that have these numbers, where they are ``kept``."""
-    EACH: tl.constexpr = 8 // BITS
-    byte = tl.load(message + codes_at + number // EACH, mask=kept, other=0).to(tl.int32)
-    code = (byte >> (number % EACH * BITS)) & (2**BITS - 1)
+    """Return the values of a message that have these numbers, where they are ``kept``.
+
+    Its codes ``begin`` after so many bytes.
+    """
+    bit = number * BITS
+    byte, shift = message + begin + (bit >> 3), (bit & 7).to(tl.int32)
+    found = tl.load(byte, mask=kept, other=0).to(tl.int32)
+    if 8 % BITS != 0:  # a code may go on in the next byte
+        goes_on = kept & (shift + BITS > 8)
+        found |= tl.load(byte + 1, mask=goes_on, other=0).to(tl.int32) << 8
+    code = (found >> shift) & (2**BITS - 1)
     low, high = scales_at(message, number // GROUP, kept, BITS)
     return tl.reshape(decode_rows(code[:, None], low, high, BITS, BITS == 2), [TILE])

@@ -123,15 +123,17 @@ def _enter(
     _add_up(parts, part)
 
 
-@triton.jit(do_not_specialize=["rank", "begins", "detail"])
+@triton.jit(do_not_specialize=["rank", "up_begins", "up_detail", "begins", "detail"])
 def _begin_collect(
     came, stride, flag, fell, message, parts, rank, size, ranks, block_bits,
-    begins, detail, ADDS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    up_begins, up_detail, begins, detail, ADDS: tl.constexpr,
+    UP_BITS: tl.constexpr, UP_GROUP: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     if ADDS:
         bad, wrong = check(
-            came, stride, rank, size, ranks, block_bits, begins, detail, True, BITS, GROUP
-        )
+            came, stride, rank, size, ranks, block_bits, up_begins, up_detail, True,
+            UP_BITS, UP_GROUP,
+        )  # fmt: skip
         tl.store(flag, wrong != 0)
         _begin_parts(parts, 0.0)
     else:
@@ -145,6 +147,7 @@ def _begin_collect(
 def _collect_tile(
     x, came, stride, message, rank, ranks, first, place, length, size,
     WHOLE: tl.constexpr, ADDS: tl.constexpr, TILE: tl.constexpr,
+    UP_BITS: tl.constexpr, UP_GROUP: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, LOG_GROUP: tl.constexpr,
 ):  # fmt: skip
     at = first + tl.arange(0, TILE)
@@ -153,7 +156,7 @@ def _collect_tile(
     if ADDS:
         for other in range(ranks - 1):
             source = other + (other >= rank).to(tl.int64)
-            after += read_tile(came + source * stride, place, length, TILE, BITS, GROUP)
+            after += read_tile(came + source * stride, place, length, TILE, UP_BITS, UP_GROUP)
     if not WHOLE:
         after = tl.where(at < size, after, 0.0)
     after = write_tile(after, message, place, length, TILE, BITS, GROUP, LOG_GROUP)
@@ -164,6 +167,7 @@ def _collect_tile(
 def _collect(
     x, came, stride, message, parts, rank, size, ranks, block_bits,
     ADDS: tl.constexpr, TILE: tl.constexpr,
+    UP_BITS: tl.constexpr, UP_GROUP: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, LOG_GROUP: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0) * TILE
@@ -173,12 +177,12 @@ def _collect(
     if first + TILE <= size:
         part = _collect_tile(
             x, came, stride, message, rank, ranks, first, place, length, size,
-            True, ADDS, TILE, BITS, GROUP, LOG_GROUP,
+            True, ADDS, TILE, UP_BITS, UP_GROUP, BITS, GROUP, LOG_GROUP,
         )  # fmt: skip
     else:
         part = _collect_tile(
             x, came, stride, message, rank, ranks, first, place, length, size,
-            False, ADDS, TILE, BITS, GROUP, LOG_GROUP,
+            False, ADDS, TILE, UP_BITS, UP_GROUP, BITS, GROUP, LOG_GROUP,
         )  # fmt: skip
     _add_up(parts, part)
 
@@ -249,13 +253,12 @@ def enter(addition: Addition, up: Phase, rank: int) -> tuple[Tensor, Tensor, Ten
     return messages, sent, parts[0]
 
 
-def collect(x: Tensor, arrived: Tensor, down: Phase, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `sparcel.kernels.collect` does: the message, the magnitude, and the fault.
-
-    Where everything goes up, everything comes ``down``, in the same format.
-    """
+def collect(
+    x: Tensor, arrived: Tensor, up: Phase, down: Phase, rank: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `sparcel.kernels.collect` does: the message, the magnitude, and the fault."""
     fault = x.new_empty((), dtype=torch.bool)
-    return *_collected(x, arrived, down, rank, fault, x), fault
+    return *_collected(x, arrived, up, down, rank, fault, x), fault
 
 
 def take_own(
@@ -266,11 +269,17 @@ def take_own(
     ``finite``, a bool ``[]``, is whether these are; the ``magnitude`` of the region fell by so much
     (float64 ``[]``) as they were added. Return the message, and by how much it fell in all.
     """
-    return _collected(x, None, down, rank, finite, magnitude)
+    return _collected(x, None, down, down, rank, finite, magnitude)
 
 
 def _collected(
-    x: Tensor, arrived: Tensor | None, down: Phase, rank: int, flag: Tensor, fell: Tensor
+    x: Tensor,
+    arrived: Tensor | None,
+    up: Phase,
+    down: Phase,
+    rank: int,
+    flag: Tensor,
+    fell: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Take out of the own region what all get, after what ``arrived``, if anything, is added.
 
@@ -280,10 +289,11 @@ def _collected(
     message = x.new_empty(row_bytes(down.bounds), dtype=torch.uint8)
     came = message if arrived is None else arrived
     parts, stride, layout = _parts(x, programs), came.stride(0), layout_of(down)
-    constants = {"ADDS": arrived is not None, **_coding(down)}
+    coding = {"UP_BITS": up.bits, "UP_GROUP": up.group, **_coding(down)}
+    constants = {"ADDS": arrived is not None, **coding}
     launch(
         _begin_collect, 1, came, stride, flag, fell, message, parts, rank, *layout,
-        *kind_of(down), **constants,
+        *kind_of(up), *kind_of(down), **constants,
     )  # fmt: skip
     launch(
         _collect, programs, x, came, stride, message, parts, rank, *layout,

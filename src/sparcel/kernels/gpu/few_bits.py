@@ -9,7 +9,13 @@ from torch import Tensor
 
 from sparcel.kernels.definitions import few_bits
 from sparcel.kernels.gpu._bits import widened
-from sparcel.kernels.gpu._coding import decode_rows, encode_rows, pack, scale_bits, unpack
+from sparcel.kernels.gpu._coding import (
+    decode_rows,
+    encode_rows,
+    load_codes,
+    scale_bits,
+    store_codes,
+)
 from sparcel.kernels.gpu._launch import launch
 
 _TILE = 2048  # entries a program
@@ -58,6 +64,14 @@ def _philox(block, seed):
     return tl.philox(seed, low, high, zero, zero)
 
 
+@triton.jit
+def _eights(row, beyond, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the numbers of groups of 8 entries in rows; ``beyond`` where a row has no such one."""
+    column = tl.arange(0, WIDTH // 8)[None, :]
+    eight = (row * (BLOCK // 8))[:, None] + column
+    return tl.reshape(tl.where(column < BLOCK // 8, eight, beyond), [ROWS * WIDTH // 8])
+
+
 @triton.jit(do_not_specialize=["seed", "offset"])  # or some of them would be compiled for
 def _quantize(
     x, size, seed: tl.uint64, offset, codes, code_bytes, scales, values,
@@ -65,7 +79,6 @@ def _quantize(
     STOCHASTIC: tl.constexpr, NARROW: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = 1 << LOG_WIDTH
-    PER_BYTE: tl.constexpr = 8 // BITS
     TWO_SCALES: tl.constexpr = BITS == 2 and not STOCHASTIC
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first = row * BLOCK
@@ -90,11 +103,8 @@ def _quantize(
         tl.store(scales + 2 * row + 1, scale_bits(high, NARROW).to(stored), mask=first < size)
     else:
         tl.store(scales + row, scale_bits(low, NARROW).to(stored), mask=first < size)
-    packed = tl.reshape(pack(code, BITS, 8), [ROWS, WIDTH // PER_BYTE])
-    column = tl.arange(0, WIDTH // PER_BYTE)[None, :]
-    place = (row * (BLOCK // PER_BYTE))[:, None] + column
-    inside = (column < BLOCK // PER_BYTE) & (place < code_bytes)
-    tl.store(codes + place, packed.to(tl.uint8), mask=inside)
+    eight = _eights(row, code_bytes, BLOCK, ROWS, WIDTH)
+    store_codes(codes, eight, code_bytes, code, BITS, False)
 
 
 @triton.jit
@@ -104,20 +114,17 @@ def _dequantize(
     TWO_SCALES: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = 1 << LOG_WIDTH
-    PER_BYTE: tl.constexpr = 8 // BITS
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first = row * BLOCK
-    column = tl.arange(0, WIDTH // PER_BYTE)[None, :]
-    place = (row * (BLOCK // PER_BYTE))[:, None] + column
-    inside = (column < BLOCK // PER_BYTE) & (place < code_bytes)
-    packed = tl.load(codes + place, mask=inside, other=0).to(tl.int32)
+    eight = _eights(row, code_bytes, BLOCK, ROWS, WIDTH)
+    code = load_codes(codes, eight, code_bytes, BITS, False, ROWS, WIDTH)
     if TWO_SCALES:
         low = widened(tl.load(scales + 2 * row, mask=first < size, other=0.0))
         high = widened(tl.load(scales + 2 * row + 1, mask=first < size, other=0.0))
     else:
         low = widened(tl.load(scales + row, mask=first < size, other=0.0))
         high = low
-    decoded = decode_rows(unpack(packed, BITS, 8, ROWS, WIDTH), low, high, BITS, TWO_SCALES)
+    decoded = decode_rows(code, low, high, BITS, TWO_SCALES)
     column = tl.arange(0, WIDTH)[None, :]
     place = first[:, None] + column
     inside = (column < BLOCK) & (place < size)
@@ -144,7 +151,7 @@ def quantize(
     if not _fits(block) or offset % 4:
         return few_bits.quantize(x.detach(), bits, block, seed, offset, scale)
     size, stochastic, narrow = x.numel(), seed is not None, scale == torch.bfloat16
-    codes = x.new_empty(-(-size * bits // 8), dtype=torch.uint8)
+    codes = x.new_empty(few_bits.code_bytes(size, bits), dtype=torch.uint8)
     scales = x.new_empty(few_bits.scales_count(size, bits, block, stochastic), dtype=scale)
     values = torch.empty_like(x)
     log_width, rows, programs = _tiles(size, block)

@@ -38,9 +38,9 @@ def collect(
     if not (up.group and down.group) or addition.entering is not None:
         return regions.collect(addition, arrived, up, down, rank, step)
     x, rows = addition.scratch, _rows(arrived)
-    if up.dense:  # and so is what comes down
-        return Collected(*_whole.collect(x, rows, down, rank))
-    if not down.dense:
+    if up.dense and down.dense:
+        return Collected(*_whole.collect(x, rows, up, down, rank))
+    if not (up.dense or down.dense):
         return Collected(*_places.collect(x, rows, up, down, rank, step))
     added = _places.add(x, rows, up, rank)
     made = _whole.take_own(x, down, rank, added.finite, added.magnitude)
