@@ -372,7 +372,7 @@ _CODE = replace(
     model=_of_bytes(160, 4, 128),
     batch=16,
     steps=600,
-    lr=2e-3,
+    lr=1e-3,
     clip=None,
 )
 _LONG = replace(_CODE, read=_code(256), batch=256, steps=800, lr=1e-3)
@@ -382,9 +382,10 @@ _CODES = (
     replace(_LONG, name="code 25M", model=_of_bytes(512, 8, 256)),
     replace(_LONG, name="code 100M", model=_of_bytes(1024, 8, 256)),
 )
+_MUON_RATES = zip(_CODES, (2e-3, 1e-3, 1e-3, 1e-3), strict=True)
 ADAM_TASKS = (
     *_CODES,
-    *(replace(task, name=f"{task.name}, Muon", muon=True) for task in _CODES),
+    *(replace(task, name=f"{task.name}, Muon", lr=lr, muon=True) for task, lr in _MUON_RATES),
     _WORDS,
     replace(_WORDS, name="medium words", model=_of_words(160, 3), steps=600, lr=1e-3),
     replace(_WORDS, name="wide words", model=_of_words(320, 4), steps=400, lr=1e-3),

@@ -40,6 +40,8 @@ class Problem:
         where it is None, ``k`` where all ranks have the same indices.
     format
         How streams travel.
+    answer
+        How what the owners of regions return travels; None for as what they are sent.
     rank
         Whose stages are meant. Rank 0 has as much to do as any other.
     union
@@ -56,6 +58,7 @@ class Problem:
     format: Format = RAW
     rank: int = 0
     union: UnionSize | None = None
+    answer: Format | None = None
 
     def __post_init__(self) -> None:
         for name in ("size", "k", "ranks", "ranks_per_node", "itemsize"):

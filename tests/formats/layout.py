@@ -49,7 +49,7 @@ def read_header(data: bytes) -> Header:
         parts = [2 * k]
     else:
         bits, ways, block = detail & 15, detail >> 4 & 15, 8 * ((detail >> 8) + 1)
-        require(bits in (8, 4, 2) and ways < 4 and block <= 8 * 8192)
+        require(2 <= bits <= 8 and ways < 4 and block <= 8 * 8192)
         scales, scale = 1 + (bits == 2 and not ways & 1), "float32" if ways & 2 else "bfloat16"
         few = bits, block, scales, scale
         parts = [-(-k // block) * scales * (4 if ways & 2 else 2), -(-k * bits // 8)]

@@ -173,7 +173,7 @@ def test_lengths_must_fit() -> None:
     for bits in (4, 2):
         with pytest.raises(ValueError, match="have the length that fits size"):
             kernels.dequantize(made.codes, made.scales, 12, bits, 4)
-    with pytest.raises(ValueError, match="bits must be"):
+    with pytest.raises(ValueError, match="bits must lie"):
         kernels.quantize(torch.ones(10), 9, 4)
     with pytest.raises(ValueError, match="block must be"):
         kernels.quantize(torch.ones(10), 4, 0)

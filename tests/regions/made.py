@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The gradients that compiled passes take."""
 
 FORMATS = (
-    *("packed:8", "packed:4", "packed:2"),
+    *(f"packed:{bits}" for bits in range(2, 9)),
     *(Format("packed", FewBits(4, block)) for block in (8, 16, 32)),
     *(Format("packed", FewBits(2, block)) for block in (8, 32)),
 )
@@ -60,6 +60,7 @@ class Steps:
     threads: int = 1
     seed: int = 0
     steps: int = 2
+    answer: str | Format | None = None
 
     def gradient(self, rank: int, step: int) -> Tensor:
         """Return a rank's gradient of a step; it is 0 in what is withheld."""
@@ -82,6 +83,7 @@ class Steps:
             density=self.density,
             returned=self.returned,
             format=self.format,
+            answer=self.answer,
             clip=self.clip,
         )
         assert isinstance(made, Bidirectional)
@@ -188,4 +190,5 @@ def cases(draw: st.DrawFn, kinds: Sequence[str] = KINDS) -> Steps:
         draw(isas),
         draw(st.sampled_from([1, 2])),
         draw(st.integers(0, 99)),
+        answer=draw(st.sampled_from([None, *FORMATS])),
     )

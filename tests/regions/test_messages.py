@@ -23,7 +23,7 @@ from tests.strategies import same_bits
 RANKS, ME, STEP = 3, 1, 0
 
 sizes = st.sampled_from([64, 200, 700, 1500, 5000])
-formats_ = st.sampled_from(["packed:8", "packed:4", "packed:2"])
+formats_ = st.sampled_from([f"packed:{bits}" for bits in range(2, 9)])
 
 
 class Owner:

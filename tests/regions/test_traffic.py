@@ -9,10 +9,19 @@ import torch
 from hypothesis import given
 
 from sparcel.cost import Problem, count, default_rates
-from sparcel.formats import Header, format_named
+from sparcel.formats import Format, Header, format_named
 from sparcel.regions import Regions, phase
 from sparcel.schemes import stages_of
 from tests.regions.made import Steps, cases, run
+
+
+def problem_of(case: Steps, k: int) -> Problem:
+    """Return what the cost of a step with ``k`` coordinates depends on."""
+    scheme = case.scheme()
+    assert isinstance(scheme.format, Format)
+    answer = scheme.answer if isinstance(scheme.answer, Format) else None
+    return Problem(case.size, k, case.ranks, format=scheme.format, answer=answer)
+
 
 FORMATS = ["raw", "packed", "packed:8", "packed:4", "packed:2", "raw:bfloat16"]
 
@@ -21,6 +30,7 @@ FORMATS = ["raw", "packed", "packed:8", "packed:4", "packed:2", "raw:bfloat16"]
 def test_bytes_are_those_of_the_counts_in_headers(case: Steps) -> None:
     """Two exchanges a step, in each of which a rank sends one message to every other rank."""
     format, others = case.scheme().format, case.ranks - 1
+    answer = case.scheme().answer or format
     regions = Regions.of(case.size, case.ranks)
     for rank, one in enumerate(run(case)):
         sent, selected = 0, 0
@@ -32,7 +42,8 @@ def test_bytes_are_those_of_the_counts_in_headers(case: Steps) -> None:
                 about = owner if number % 2 == 0 else rank
                 assert header.size == regions.length(about)
                 assert message.numel() == header.length
-                assert header.length == format.nbytes(header.sparse_nnz, header.size, 4)
+                coded = format if number % 2 == 0 else answer
+                assert header.length == coded.nbytes(header.sparse_nnz, header.size, 4)
                 sent += header.length
                 selected += header.nnz if number % 2 == 0 else 0
         assert one.traffic[0] == sent
@@ -61,13 +72,18 @@ def test_no_step_exceeds_the_bounds_of_its_phases(
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("format", ["raw", "packed", "packed:4"])
+@pytest.mark.parametrize(
+    ("format", "answer"),
+    [("raw", None), ("packed", None), ("packed:4", None), ("packed:3", "packed:7")],
+)
 @pytest.mark.parametrize("density", [0.01, 0.1, 0.4])
-def test_steps_send_about_what_is_predicted(ranks: int, format: str, density: float) -> None:
+def test_steps_send_about_what_is_predicted(
+    ranks: int, format: str, answer: str | None, density: float
+) -> None:
     """The prediction knows the densities, and not how far the samples' thresholds are off."""
-    case = Steps(ranks, 200_000, format=format, density=density, steps=1)
-    compiled = format == "packed:4"
-    problem = Problem(case.size, round(density * case.size), ranks, format=format_named(format))
+    case = Steps(ranks, 200_000, format=format, answer=answer, density=density, steps=1)
+    compiled = format.startswith("packed:")
+    problem = problem_of(case, round(density * case.size))
     told = count(stages_of("bidirectional", default_rates()), problem)
     off = 0.02 + 3 * sqrt((1 - density) / (density * (case.size // 64)))
     for one in run(case, compiled):
@@ -78,8 +94,14 @@ def test_steps_send_about_what_is_predicted(ranks: int, format: str, density: fl
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_dense_steps_send_what_is_predicted(ranks: int) -> None:
     """Where regions are of one length."""
-    case = Steps(ranks, 64 * 16 * ranks, torch.float32, density=0.999, format="packed:4", steps=1)
-    problem = Problem(case.size, case.size, ranks, format=format_named("packed:4"))
+    case = Steps(
+        *(ranks, 64 * 16 * ranks, torch.float32),
+        density=0.999,
+        format="packed:4",
+        answer="packed:6",
+        steps=1,
+    )
+    problem = problem_of(case, case.size)
     told = count(stages_of("bidirectional", default_rates()), problem)
     for one in run(case):
         assert one.traffic[:2] == (told.bytes_sent, told.bytes_received)

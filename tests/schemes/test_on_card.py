@@ -30,10 +30,16 @@ OTHERS = {
     "bidirectional between nodes": lambda: Hierarchical(sparcel.scheme()),
     "chunked indices": partial(sparcel.scheme, "topk", density=0.3, format="chunked"),
 }
-BY_REGIONS = ("bidirectional 4 bits", "bidirectional all 8 bits", "bidirectional dense 2 bits")
+BY_REGIONS = (
+    "bidirectional 4 bits",
+    "bidirectional 5 bits, all in 8",
+    "bidirectional dense 2 and 6 bits",
+)
 """Both phases select; the second one does not; neither does."""
+MIXED = ("bidirectional dense 4 bits, not 8", "bidirectional 3 bits, exact answer")
+"""What compiled passes leave to the definition in the second phase."""
 
-OWN = dict.fromkeys((*DISTINCT, *BY_REGIONS, "scalecom", "warm-up"))
+OWN = dict.fromkeys((*DISTINCT, *BY_REGIONS, *MIXED, "scalecom", "warm-up"))
 ALL = {name: SCHEMES[name] for name in OWN} | SELECTORS | OTHERS
 WORLDS = [
     (name, 4 if "hitopk" in name or "nodes" in name else 2 + (place % 3 == 0 or name in LONG))
@@ -63,8 +69,8 @@ MOST_LAUNCHES = {
     "topk packed 4 bits": (36, 4),
     # the three passes, the zeros of a new memory, and what joins the step's flags and counts
     "bidirectional 4 bits": (4 + 7 + 3 + 2, 0),
-    "bidirectional all 8 bits": (4 + 5 + 2 + 2, 0),
-    "bidirectional dense 2 bits": (2 + 2 + 2 + 2, 0),
+    "bidirectional 5 bits, all in 8": (4 + 5 + 2 + 2, 0),
+    "bidirectional dense 2 and 6 bits": (2 + 2 + 2 + 2, 0),
 }
 """How many kernels such a step gives a card, at most, and how many more for each other rank."""
 

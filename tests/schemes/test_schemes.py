@@ -295,7 +295,7 @@ BAD = [
     ("topk", {"algorithm": "gtopk"}, r"not an all_reduce.*train with the scheme 'gtopk'"),
     ("gtopk", {"put_back": "drop"}, r"put_back cannot be 'drop'; did you mean 'dropped'\?"),
     ("oktopk", {"put_back": "owner"}, r"put_back cannot be 'owner'; did you mean 'own'\?"),
-    ("sparcml", {"bits": 3}, r"bits must be 8, 4 or 2, got 3"),
+    ("sparcml", {"bits": 9}, r"bits must lie in \[2, 8\], got 9"),
 ]
 
 

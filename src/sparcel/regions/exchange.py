@@ -23,7 +23,7 @@ from sparcel import device, kernels
 from sparcel.comm import Communicator, Rows
 from sparcel.device import Number, all_of, finite_flag
 from sparcel.errors import FormatError
-from sparcel.formats import Expected, message_length
+from sparcel.formats import Expected, Format, message_length
 from sparcel.kernels import Addition, Phase
 from sparcel.stages import Exchange, Problem, Stage, Work
 from sparcel.stream import WRITTEN, SparseStream
@@ -141,15 +141,15 @@ def _fault(comm: Communicator, messages: Rows, phase: Phase, owner: int | None =
 
 def stages(problem: Problem, returned: float) -> Iterator[Stage]:
     """Yield the stages of both exchanges, in which the owners return ``returned`` coordinates."""
-    ranks, format = problem.ranks, problem.format
-    region = problem.size / ranks
+    ranks, region = problem.ranks, problem.size / problem.ranks
 
-    def message(entries: float) -> float:
+    def message(entries: float, format: Format) -> float:
         """Return the bytes of a message of a region, of so many coordinates of the vector."""
         dense = entries >= format.dense_from(problem.size, problem.itemsize)
         return format.nbytes(None if dense else entries / ranks, region, problem.itemsize)
 
-    up, down = message(problem.k), message(returned)
+    up = message(problem.k, problem.format)
+    down = message(returned, problem.answer or problem.format)
     yield Work("small", _SMALL)
     yield Work("add", problem.size, times=_ENTERING)
     if ranks > 1:

@@ -35,12 +35,13 @@ def collect(
     rank: int,
     step: int,
 ) -> Collected:
-    if not (up.group and down.group) or addition.entering is not None:
+    known = up.group and down.group and (down.dense or not up.dense)
+    if not known or addition.entering is not None:
         return regions.collect(addition, arrived, up, down, rank, step)
     x, rows = addition.scratch, _rows(arrived)
-    if up.dense and down.dense:
+    if up.dense:
         return Collected(*_whole.collect(x, rows, up, down, rank))
-    if not (up.dense or down.dense):
+    if not down.dense:
         return Collected(*_places.collect(x, rows, up, down, rank, step))
     added = _places.add(x, rows, up, rank)
     made = _whole.take_own(x, down, rank, added.finite, added.magnitude)
