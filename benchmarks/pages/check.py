@@ -172,7 +172,12 @@ def trainings() -> Faults:
     runs = frontier.all_rows()
     yield from other(
         "docs/explanation/results.md",
-        [*frontier.default_table(runs), *frontier.chosen_table(runs)],
+        [
+            *frontier.default_table(runs),
+            *frontier.chosen_table(runs),
+            *frontier.bits_table(runs),
+            *frontier.steps_table(runs),
+        ],
     )
     yield from other(
         "docs/explanation/why.md",

@@ -60,5 +60,5 @@ def _row(name: str, compute: str, nodes: int, each: int) -> Iterator[str]:
 def _times(dense: PlannedStep, row: PlannedStep) -> str:
     name = "default" if row.method == UNNAMED else row.method
     name = name if row.every == 1 else f"outer/{row.every}"
-    times = dense.step / row.step
+    times = dense.to_loss / row.to_loss
     return f"{name} {times:.{0 if times >= 20 else 1}f}×"

@@ -9,7 +9,7 @@ prints the tables as Markdown and draws ``docs/figures/frontier_words.svg``, fro
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import exp
+from math import exp, log
 from statistics import mean
 
 from benchmarks.pages.tables import (
@@ -49,6 +49,16 @@ CHOSEN = {
     "scalecom,0.1,packed:4,front": "`scalecom`, 10 %, `packed:4`",
 }
 """What users choose among, with labels."""
+
+BY_BITS = {
+    DEFAULT: "10 %, and 30 % of the sums back, in 4 bits",
+    FOUR_BITS: "all in 4 bits",
+    "bidirectional,1,packed:4/6,still": "all in 4 bits, 6 back",
+    "bidirectional,1,packed:4/8,still": "all in 4 bits, 8 back",
+    **{f"bidirectional,1,packed:{n}/{n},still": f"all in {n} bits" for n in (6, 7, 8)},
+    "powersgd,4": "torch's PowerSGD, rank 4",
+}
+"""What travels, with labels: what Muon asks for."""
 
 DRAWN = {
     "dense": ("dense", "s", DENSE),
@@ -155,9 +165,53 @@ def chosen_table(rows: Sequence[Row]) -> Iterator[str]:
     return table(("method", "bytes of words", *tasks), cells)
 
 
-def _ends(rows: Sequence[Row], run: str, tasks: Sequence[str]) -> Iterator[str]:
-    """Yield a run's share of the bytes of words, and what it ended at over dense, by task."""
-    yield f"{mean(row['share'] for row in _usual(rows, run, 'words')):.1%}"
+def bits_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Return the lines of what bits of values are worth, where Muon trains and where AdamW does."""
+    tasks = "reviews", "code, Muon", "code"
+    cells = ([label, *_ends(rows, run, tasks, tasks)] for run, label in BY_BITS.items())
+    return table(("what travels", "bytes", "reviews, Muon", "code, Muon", "code, AdamW"), cells)
+
+
+def steps_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Return the lines of how many steps methods need for dense training's loss, by task."""
+    tasks = "words", "characters", "images", "articles", "reviews", "code, Muon", "code"
+    cells = (
+        [label, *(over_seeds(step_factors(rows, run, task), 2) for task in tasks)]
+        for run, label in (CHOSEN | BY_BITS).items()
+    )
+    return table(("method", *tasks), cells)
+
+
+def step_factors(rows: Sequence[Row], run: str, task: str) -> list[float]:
+    """Return how many times dense training's steps a run needs for the same loss, by seed.
+
+    Dense training's loss falls about as the logarithm of its steps, between trainings of two
+    lengths that each end at their own lowest rate. What a run ends above dense training with its
+    seed, over this slope, is the logarithm of its factor. Empty where dense trainings of one length
+    alone are known, or the longer ones end no lower.
+    """
+    usual, by_steps = TASKS[task].steps, dict[int, list[float]]()
+    for row in rows:
+        if (row["run"], row["task"], row["ranks"]) == ("dense", task, 8):
+            by_steps.setdefault(row["steps"], []).append(row["loss"])
+    shorter = max((steps for steps in by_steps if steps < usual), default=usual)
+    if shorter == usual:
+        return []
+    slope = (mean(by_steps[shorter]) - mean(by_steps[usual])) / log(usual / shorter)
+    dense, found = _dense(rows), _usual(rows, run, task)
+    lost = [row["loss"] - dense[*_setting(row), row["seed"]]["loss"] for row in found]
+    return [exp(one / slope) for one in lost] if slope > 0 else []
+
+
+def _ends(
+    rows: Sequence[Row], run: str, tasks: Sequence[str], sized: Sequence[str] = ("words",)
+) -> Iterator[str]:
+    """Yield a run's share of the bytes, and what it ended at over dense, by task.
+
+    The share is that of the first of the tasks ``sized`` that the run has.
+    """
+    found = next(found for task in sized if (found := _usual(rows, run, task)))
+    yield f"{mean(row['share'] for row in found):.1%}"
     for task in tasks:
         points, more = _over_dense(_usual(rows, run, task), _dense(rows))
         shown, unit = (points, "") if task in IN_POINTS else (more, " %")
@@ -203,7 +257,7 @@ def main() -> None:
     rows = all_rows()
     searched = [*rows, *shown_of("search")]
     for lines in (
-        *(default_table(rows), chosen_table(rows)),
+        *(default_table(rows), chosen_table(rows), bits_table(rows), steps_table(rows)),
         *(other_settings_table(rows), search_table(searched)),
     ):
         print("\n".join(lines), end="\n\n")

@@ -151,10 +151,10 @@ def test_a_verdict_says_what_is_advised_and_what_an_exchange_in_every_step_would
 
 def test_outer_steps_stand_below_the_others_in_the_table():
     made = plan("gpt2", compute_s=0.2, rates=link(1e8))
-    methods, sends, *_, lost = (list(column.cells) for column in table(made).columns)
+    methods, sends, *_, factors, _ = (list(column.cells) for column in table(made).columns)
     assert methods[-3:] == [row.method for row in made.outer]
     assert sends[methods.index("outer diloco")] == "all"
-    assert lost[-3:] == ["", "", ""]
+    assert factors[-3:] == ["", "", ""]
 
 
 @pytest.mark.parametrize("every", [0, -1, 2.5, "3"])

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.record import RESULTS, rows_of
 from benchmarks.rules import is_todays
+from benchmarks.training.frontier_report import step_factors
 from sparcel.plan.planner import SPARSE
 from sparcel.plan.recorded import RANKS, RECORDED, STEPS, TASKS, UNNAMED
 from sparcel.schemes import DEFAULT, ON_NODES, RECOMMENDED, SEND_ALL
@@ -24,6 +25,12 @@ def test_every_method_that_a_plan_may_recommend_is_recorded():
 def test_losses_are_those_of_the_record_and_of_the_rule_of_today(method):
     recorded, name = RECORDED[method], NAMES.get(method, method)
     # Dense training is in one record for all; rows without a method are of torch's hooks.
+    suite = [
+        {"run": row.get("method"), **row}
+        for file in ("convergence.json", "frontier.json")
+        for row in rows_of(RESULTS / file)
+        if is_todays(row)
+    ]
     rows = [
         row for file in {recorded.record, "convergence.json"} for row in rows_of(RESULTS / file)
     ]
@@ -46,5 +53,7 @@ def test_losses_are_those_of_the_record_and_of_the_rule_of_today(method):
         gained = mean(100 * (row["accuracy"] - base["accuracy"]) for row, base in beside)
         assert round(gained, 2) == points
         if task == "words":
+            factors = step_factors(suite, name, task)
+            assert tuple(round(one, 3) for one in factors) == recorded.factors
             more = math.exp(mean(row["loss"] - base["loss"] for row, base in beside)) - 1
             assert round(100 * more, 1) == recorded.perplexity

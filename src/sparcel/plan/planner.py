@@ -13,7 +13,7 @@ from sparcel.errors import InputError
 from sparcel.formats import Format, format_named
 from sparcel.plan.models import Model, model_of
 from sparcel.plan.outer import outer_instead, outer_steps
-from sparcel.plan.recorded import UNNAMED
+from sparcel.plan.recorded import UNNAMED, recorded
 from sparcel.plan.server import SERVED
 from sparcel.plan.steps import (
     DENSE,
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 SPARSE = ("topk", "gtopk", "oktopk", "scalecom")
 
 WORTH = 1.1
-"""How many times as fast a method must be for a plan to advise it in place of one that loses less:
-predictions are not better than that."""
+"""How many times as fast, to the same loss, a method must be for a plan to advise it in place of
+one that loses less: predictions are not better than that."""
 
 MOST_RANKS = 512
 """How many ranks a plan is for at most: it lists what a rank exchanges with every other one, which
@@ -43,7 +43,7 @@ _FLIP_FACTORS = (1e-4, 1e4)
 
 @dataclass(frozen=True)
 class Plan:
-    """Every method's step, the fastest first.
+    """Every method's step, that first which is the fastest to the loss of dense training.
 
     The advice is the fastest dense method, unless the best sparse one is `WORTH` times as fast, and
     outer steps, where even the fastest of these waits for more than 30 % of a step.
@@ -90,13 +90,14 @@ def _best(rows: Sequence[PlannedStep]) -> tuple[PlannedStep, PlannedStep]:
     """Return the best dense and the best sparse method of sorted rows."""
     dense = next(row for row in rows if sends_all(row.method))
     sparse = [row for row in rows if not sends_all(row.method)]
-    near = (row for row in sparse if row.method == UNNAMED and row.step <= WORTH * sparse[0].step)
+    most = WORTH * sparse[0].to_loss
+    near = (row for row in sparse if row.method == UNNAMED and row.to_loss <= most)
     return dense, next(near, sparse[0])
 
 
 def _advised(rows: Sequence[PlannedStep]) -> PlannedStep:
     dense, sparse = _best(rows)
-    return sparse if WORTH * sparse.step < dense.step else dense
+    return sparse if WORTH * sparse.to_loss < dense.to_loss else dense
 
 
 def plan(
@@ -172,7 +173,13 @@ def plan(
             found = [mean_step(name, work, _in_ring(name, rates), rates) for name in methods]
             own = replace(work, density=RECOMMENDED["density"], format=_UNNAMED_FORMAT)
             found.append(mean_step(UNNAMED, own, _in_ring(DEFAULT, rates), rates))
-        return tuple(sorted(found, key=lambda row: row.step))
+        told = (
+            replace(row, factor=known.factor)
+            if (known := recorded(row.method, work.density, row.format))
+            else row
+            for row in found
+        )
+        return tuple(sorted(told, key=lambda row: row.to_loss))
 
     found = rows(rates)
     islands = topology == "all-reduce" and rates.ranks > rates.ranks_per_node

@@ -14,15 +14,15 @@ from sparcel.schemes import front_loaded
 
 
 def table(plan: Plan) -> Table:
-    """Return every method's step, the fastest first, and outer steps below them."""
+    """Return every method's step, the fastest to a loss first, and outer steps below them."""
     shown = Table(box=None, pad_edge=False, padding=(0, 1))
     shown.add_column("method", no_wrap=True)
     shown.add_column("sends", no_wrap=True)
     for title in ("step", "exposed", "ahead", "work", "exchange"):
         shown.add_column(f"{title}\nms", justify="right")
     shown.add_column("sent\nMB", justify="right")
-    shown.add_column("\n×", justify="right")
-    shown.add_column("lost\npoints", justify="right")
+    shown.add_column("steps\n×", justify="right")
+    shown.add_column("faster\n×", justify="right")
     baseline = next(row for row in plan.rows if row.method == BASELINE)
     for row in (*plan.rows, *plan.outer):
         times = (row.step, row.exposed, row.ahead, row.work, row.exchange)
@@ -31,14 +31,14 @@ def table(plan: Plan) -> Table:
             _sends(row),
             *map(_ms, times),
             _short(row.bytes / 1e6),
-            f"{x:.2f}" if (x := baseline.step / row.step) < 100 else _short(x),
-            "" if (known := _recorded(plan, row)) is None else f"{-known.worst[0]:.1f}",
+            "" if _recorded(plan, row) is None else f"{row.factor:.2f}",
+            f"{x:.2f}" if (x := baseline.step / row.to_loss) < 100 else _short(x),
         )
     return shown
 
 
 def sources(plan: Plan) -> str:
-    """Return the records behind the column *lost*, with the commits that trained; "" if none."""
+    """Return the records behind the column *steps*, with the commits that trained; "" if none."""
     methods: dict[str, list[str]] = {}
     for row in plan.rows:
         if (known := _recorded(plan, row)) is not None:
@@ -53,11 +53,10 @@ def sources(plan: Plan) -> str:
 
 
 LEGEND = (
-    f"×: times as fast as {BASELINE}, overlapped. exposed: what the step takes beyond its"
+    f"faster: to the same loss than {BASELINE}, overlapped. exposed: what the step takes beyond its"
     " computation. ahead: step-ahead, before the forward pass. work: to select, pack and add up."
-    " lost: points of accuracy below dense training, on the worst of"
-    f" {len(recorded.TASKS)} recorded tasks; blank where none was recorded at this density and"
-    " format."
+    " steps: how many times dense training's steps it needs for the same loss, recorded on a small"
+    " language model; blank, and taken as 1, where none was recorded at this density and format."
 )
 
 
@@ -124,29 +123,28 @@ def _waiting(row: PlannedStep) -> str:
 def _in_every_step(plan: Plan) -> str:
     """Return which of the methods to use that exchange in every step."""
     dense, sparse = plan.best_dense, plan.best_sparse
+    times = dense.to_loss / sparse.to_loss
     fastest = next(row for row in plan.rows if not sends_all(row.method))
     if plan.advised is dense:
-        times = fastest.step / dense.step
+        times = fastest.to_loss / dense.to_loss
         compared = f"{times:.2f} times as long" if times >= 1 else f"{1 / times:.2f} times as fast"
         first = (
             f"Stay dense: with {dense.method} {_told(dense)}. The fastest sparse method,"
-            f" {fastest.method}, takes {_ms(fastest.step)} ms and {_mb(fastest)}, {compared}."
+            f" {fastest.method}, takes {_ms(fastest.step)} ms and {_mb(fastest)}, {compared} to"
+            " the same loss."
         )
         return f"{first} {_flip(plan)}"
     beside = "" if fastest is sparse else f" No other is {WORTH} times as fast."
     return (
         f"Use {sparse.method}: {_told(sparse)}. The best dense method, {dense.method}, takes"
-        f" {_ms(dense.step)} ms and {_mb(dense)}, {dense.step / sparse.step:.1f} times as long."
+        f" {_ms(dense.step)} ms and {_mb(dense)}, {times:.1f} times as long to the same loss."
         f"{beside} {_flip(plan)}\n\n{_caution(plan, sparse)}"
     )
 
 
 def _recorded(plan: Plan, row: PlannedStep) -> Recorded | None:
     """Return the trainings that were recorded with a method as it is planned."""
-    known, work = RECORDED.get(row.method), plan.workload
-    if known is None or row.method == UNNAMED:
-        return known
-    return known if work.density == known.density and not row.format.loses else None
+    return recorded.recorded(row.method, plan.workload.density, row.format)
 
 
 def _caution(plan: Plan, row: PlannedStep) -> str:
@@ -164,9 +162,18 @@ def _caution(plan: Plan, row: PlannedStep) -> str:
         f" ({len(recorded.TASKS)} small tasks, {recorded.STEPS:,} steps, {recorded.RANKS} ranks,"
         f" {known.seeds} {_plural('seed', known.seeds)}) it lost {-points:.1f} points of accuracy"
         f" on its worst task, {task}, and had {abs(known.perplexity):.1f} %"
-        f" {'more' if known.perplexity > 0 else 'less'} perplexity on words."
+        f" {'more' if known.perplexity > 0 else 'less'} perplexity on words, for which it"
+        f" takes {known.factor:.2f} times the steps{_by_seed(known)}. None of the models has a"
+        " million parameters."
         f"{_safer(plan, row, known)} Compare with dense training."
     )
+
+
+def _by_seed(known: Recorded) -> str:
+    """Return the least and the largest of several seeds' factors."""
+    if known.seeds == 1:
+        return ""
+    return f" ({min(known.factors):.2f} to {max(known.factors):.2f} by seed)"
 
 
 def _safer(plan: Plan, row: PlannedStep, known: Recorded) -> str:

@@ -78,7 +78,8 @@ class PlannedStep:
     all buckets, ``ahead`` is what step-ahead adds to the forward pass, ``step`` what passes from
     one step to the next, and ``exposed`` what it takes beyond the computation. ``bytes`` are a
     rank's, ``density`` and ``format`` what it sends. Of an exchange ``every`` so many steps, times
-    and bytes are a step's share.
+    and bytes are a step's share. ``factor`` is how many times dense training's steps it needs for
+    the same loss, as far as that was recorded.
     """
 
     method: str
@@ -93,6 +94,12 @@ class PlannedStep:
     exposed: float
     bytes: float
     every: int = 1
+    factor: float = 1.0
+
+    @property
+    def to_loss(self) -> float:
+        """The time that brings training as far as a step of dense training does."""
+        return self.step * self.factor
 
     @property
     def work(self) -> float:
