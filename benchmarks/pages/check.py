@@ -54,8 +54,12 @@ DEFAULT_IN = {
 }
 """Records of trainings by `attach`'s default whose rows tell no rule, and what they call it."""
 
-NO_COMMIT = ("bench_8_nodes_1gbit", "bench_formats", "demo_digits", "demo_digits_10gbit")
-"""Records that tell no commit, of times alone; the page that shows one says what is older."""
+NO_COMMIT = (
+    *("bench_8_nodes_1gbit", "bench_formats", "demo_digits", "demo_digits_10gbit"),
+    "emulated_25m",
+)
+"""Records that tell no commit: of times, where the page that shows one says what is older, and of a
+prototype."""
 
 COUNTED = "everything in 4 bits", "nccl"
 """A method and its carrier that are counted anew; narrower layers change no number."""
@@ -177,6 +181,7 @@ def trainings() -> Faults:
             *frontier.chosen_table(runs),
             *frontier.bits_table(runs),
             *frontier.steps_table(runs),
+            *frontier.size_table(shown_of("emulated_25m")),
         ],
     )
     yield from other(

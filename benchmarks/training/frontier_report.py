@@ -182,6 +182,21 @@ def steps_table(rows: Sequence[Row]) -> Iterator[str]:
     return table(("method", *tasks), cells)
 
 
+def size_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Return the lines of what settings ended at over dense training on a larger model."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        of = found.setdefault(row["setting"], {"share": [100 * row["share"]]})
+        of.setdefault(row["optimizer"], []).append(row["over_dense_percent"])
+    cells = (
+        [setting, f"{of['share'][0]:.0f}%"]
+        + [f"{over_seeds(more, 1)} %" if (more := of.get(one)) else "" for one in ("AdamW", "Muon")]
+        for setting, of in found.items()
+        if setting != "dense"
+    )
+    return table(("what travels", "bytes", "AdamW", "Muon"), cells)
+
+
 def step_factors(rows: Sequence[Row], run: str, task: str) -> list[float]:
     """Return how many times dense training's steps a run needs for the same loss, by seed.
 
@@ -258,6 +273,7 @@ def main() -> None:
     searched = [*rows, *shown_of("search")]
     for lines in (
         *(default_table(rows), chosen_table(rows), bits_table(rows), steps_table(rows)),
+        size_table(shown_of("emulated_25m")),
         *(other_settings_table(rows), search_table(searched)),
     ):
         print("\n".join(lines), end="\n\n")
