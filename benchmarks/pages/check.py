@@ -171,6 +171,7 @@ def trainings() -> Faults:
     frontier: Any = importlib.import_module("benchmarks.training.frontier_report")
     lab: Any = importlib.import_module("benchmarks.training.lab_report")
     suite: Any = importlib.import_module("benchmarks.training.convergence_report")
+    singular: Any = importlib.import_module("benchmarks.training.singular")
     names = "causes", "convergence", "convergence_sweeps", "papers_recipes", "search"
     rows = {name: shown_of(name) for name in names}
     runs = frontier.all_rows()
@@ -186,7 +187,11 @@ def trainings() -> Faults:
     )
     yield from other(
         "docs/explanation/why.md",
-        [*suite.causes_table(rows["causes"]), *suite.recipes_table(rows["papers_recipes"])],
+        [
+            *suite.causes_table(rows["causes"]),
+            *suite.recipes_table(rows["papers_recipes"]),
+            *singular.errors_table(shown_of("singular")),
+        ],
     )
     yield from other(
         "docs/records/training.md",

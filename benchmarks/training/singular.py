@@ -10,6 +10,7 @@ compared along its singular vectors: by tenths of the values, the mean over the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 import sparcel
+from benchmarks.pages.tables import table
 from benchmarks.record import Row, parser_for, run_all
 from benchmarks.training.convergence import RANKS
 from benchmarks.training.frontier import method_of
@@ -26,6 +28,11 @@ from benchmarks.training.tasks import TASKS
 from sparcel.comm import Communicator
 
 TASK, STEPS, MOMENTUM, TENTHS = "code, Muon", 150, 0.95, 10
+RUNS = {
+    **{f"bidirectional,1,packed:{bits}": f"all in {bits} bits" for bits in (4, 6, 8)},
+    "bidirectional,0.1/0.3,packed:4": "10 %, and 30 % of the sums back, in 4 bits",
+}
+"""What travels, with labels."""
 NEWTON_SCHULZ = (3.4445, -4.775, 2.0315), 5, 1e-7
 """Coefficients, steps and eps, the defaults of ``torch.optim.Muon``."""
 
@@ -95,10 +102,22 @@ def measured(data: Path, run: str, seed: int) -> Row:
     return dict(zip(names, columns, strict=True))
 
 
+SHOWN = {"largest": 0, "third": 2, "fifth": 4, "seventh": 6, "ninth": 8}
+"""Tenths of the singular values, by what a page calls them."""
+
+
+def errors_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Return the lines of the errors of Muon's updates, by what travels."""
+    cells = (
+        [RUNS[row["run"]], *(f"{row['update_errors'][tenth]:.0%}" for tenth in SHOWN.values())]
+        for row in rows
+    )
+    return table(("what travels", *(f"{name} tenth" for name in SHOWN)), cells)
+
+
 def main() -> None:
     parser = parser_for(__doc__, "singular")
-    runs = [f"bidirectional,1,packed:{bits}" for bits in (4, 6, 8)]
-    parser.add_argument("--runs", nargs="+", default=[*runs, "bidirectional,0.1/0.3,packed:4"])
+    parser.add_argument("--runs", nargs="+", default=list(RUNS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     told = parser.parse_args()
     jobs = [{"run": run, "seed": seed} for seed, run in product(told.seeds, told.runs)]

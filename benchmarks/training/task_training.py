@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -119,6 +120,7 @@ class Run:
         self.dense_steps = self.clipped_steps = 0
         self._updates: dict[str, Tensor] = {}
         self._energies = dict.fromkeys(("kept", "computed", "owed", "summed"), 0.0)
+        self._ages: list[float] = []
         self._summed = self._owed = torch.zeros((), device=DEVICE)
         self._ranks = 1
 
@@ -164,6 +166,7 @@ class Run:
 
         ``kept`` is what ranks keep back, of their gradients; ``owed`` what their sum is, of the sum
         of gradients; ``alike`` the sum of gradients, of what it would be if ranks had the same.
+        ``age`` is how many steps memory waits, `Handle.memory_age`.
         """
         found, ranks = self._energies, self._ranks
         if not found["computed"]:
@@ -172,6 +175,7 @@ class Run:
             "kept": found["kept"] / found["computed"],
             "owed": found["owed"] / found["summed"],
             "alike": found["summed"] / (ranks * found["computed"]),
+            "age": mean(self._ages),
         }
 
     def _look_at_gradients(self, gradients: Mapping[str, Tensor], averager: Averager) -> None:
@@ -183,6 +187,7 @@ class Run:
         of, names = averager._session.residuals.of, sorted(averager.handle.eligible)
         memory = torch.cat([of(name).get("memory", torch.zeros(1)).flatten() for name in names])
         self._energies["kept"] += float(memory.square().sum())
+        self._ages.append(averager.handle.memory_age())
         self._owed = self._owed + memory
 
     def _end_look(self) -> None:
