@@ -18,6 +18,7 @@ from sparcel.comm import Group
 from sparcel.ddp import DDPDriver
 from sparcel.errors import InputError, checked_name
 from sparcel.fsdp import FSDPDriver, Replicas, is_sharded
+from sparcel.optim import is_muon
 from sparcel.rates import Rates
 from sparcel.schemes import Scheme, Settings, chosen_scheme
 from sparcel.training import Averager, Carrier, Handle, Policy, Scope, stays_dense
@@ -165,8 +166,7 @@ def attach(
                 f"the argument after the model is a scheme, got {type(scheme_or_name).__name__};"
                 f" give that by name: attach(model, {argument}=...)"
             )
-    muon = any(isinstance(one, torch.optim.Muon) for one in optimizers)
-    chosen = chosen_scheme(scheme_or_name, settings, muon)
+    chosen = chosen_scheme(scheme_or_name, settings, any(map(is_muon, optimizers)))
     averager = Averager(
         driver.tensors,
         chosen,

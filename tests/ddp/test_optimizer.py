@@ -102,7 +102,9 @@ def scheme_by_optimizers(comm: Communicator) -> list[str]:
     named = dict(module.named_parameters())
     matrices = [one for one in named.values() if one.ndim == 2]
     muon, adamw = Muon(matrices), AdamW([one for one in named.values() if one.ndim != 2])
-    given = [{"optimizer": [adamw, muon]}, {"optimizer": [adamw]}, {}]
+    of_another_library = type("SingleDeviceMuon", (SGD,), {})(matrices, lr=0.1)
+    given: list[dict[str, Any]] = [{"optimizer": [adamw, muon]}, {"optimizer": of_another_library}]
+    given += [{"optimizer": [adamw]}, {}]
     given.append({"optimizer": [muon], "scheme_or_name": "topk", "ahead": False})
     schemes = []
     for one in given:
@@ -114,7 +116,8 @@ def scheme_by_optimizers(comm: Communicator) -> list[str]:
 
 def test_all_goes_in_8_bits_where_muon_trains_and_no_scheme_is_named(run_on: Any) -> None:
     usual = "Bidirectional(density=0.1, format='packed:4')"
-    expected = ["Bidirectional(density=1.0, format='packed:8')", usual, usual, "TopK(density=0.01)"]
+    whole = "Bidirectional(density=1.0, format='packed:8')"
+    expected = [whole, whole, usual, usual, "TopK(density=0.01)"]
     assert run_on(2, scheme_by_optimizers) == [expected] * 2
 
 

@@ -163,7 +163,8 @@ def test_an_optimiser_of_another_kind_is_told_and_its_parameters_stay(
 
 def test_muon_is_warned_of_what_is_not_recommended_for_it() -> None:
     few = Bidirectional(1.0, format="packed:8", answer="packed:6")
-    suits = [Dense(), TopK(1.0), Bidirectional(1.0, format="packed:8")]
+    whole = Bidirectional(1.0, format="packed:8")
+    suits = [Dense(), TopK(1.0), whole, Hierarchical(whole, 1)]
 
     def on_rank(comm: Communicator, scheme: Scheme) -> None:
         training = trained(comm, OPTIMIZERS["SGD"], scheme)

@@ -4,7 +4,13 @@ from sparcel.optim.lamb import LAMB
 from sparcel.optim.lars import LARS
 from sparcel.optim.parallel import parallel
 from sparcel.optim.sgd import SGD
-from sparcel.optim.two_steps import SaysTwoSteps, adam_two_steps, muon_two_steps, sgd_two_steps
+from sparcel.optim.two_steps import (
+    SaysTwoSteps,
+    adam_two_steps,
+    is_muon,
+    muon_two_steps,
+    sgd_two_steps,
+)
 
 __all__ = [
     "LAMB",
@@ -12,6 +18,7 @@ __all__ = [
     "SGD",
     "SaysTwoSteps",
     "adam_two_steps",
+    "is_muon",
     "muon_two_steps",
     "parallel",
     "sgd_two_steps",

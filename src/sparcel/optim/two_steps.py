@@ -66,6 +66,12 @@ def adam_move(
     return kernels.AsAdam(gradient, scale, group["lr"] * (1 - beta1**2) / (1 - beta1**step))
 
 
+def is_muon(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether an optimiser is Muon, by its class's name: of torch, or of another library."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # what frameworks wrap
+    return any("muon" in kind.__name__.lower() for kind in type(optimizer).__mro__)
+
+
 def muon_two_steps(
     gradient: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
 ) -> tuple[float, Tensor]:

@@ -175,8 +175,10 @@ def scheme(name: str | None = None, **settings: Unpack[Settings]) -> Scheme:
     for setting in settings:
         checked_name(setting, accepted, f"a setting of scheme {name!r}")
     made = kind(**settings)
-    format = getattr(made.inner if isinstance(made, Hierarchical) else made, "format", None)
-    rounds = isinstance(format, Format) and format.loses and not isinstance(made, Auto)
+    inner = made.inner if isinstance(made, Hierarchical) else made
+    formats = (getattr(inner, name, None) for name in ("format", "answer"))
+    rounds = any(isinstance(one, Format) and one.loses for one in formats)
+    rounds = rounds and not isinstance(made, Auto)
     if settings.get("density") == 1 and not rounds:
         warn_on_rank_0(
             "density=1 sends the whole gradient; for 1 % pass density=0.01, and for the whole"
@@ -187,6 +189,7 @@ def scheme(name: str | None = None, **settings: Unpack[Settings]) -> Scheme:
 
 def suits_muon(one: Scheme) -> bool:
     """Tell whether a scheme sends all, in as many bits as are recommended under Muon."""
+    one = one.inner if isinstance(one, Hierarchical) else one
     if not isinstance(one, Sparsifier) or one.density < 1:
         return isinstance(one, Dense)
     formats = (one.format, getattr(one, "answer", None))

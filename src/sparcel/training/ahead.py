@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from sparcel import kernels
 from sparcel.errors import warn_on_rank_0
-from sparcel.optim import SaysTwoSteps
+from sparcel.optim import SaysTwoSteps, is_muon
 from sparcel.optim.two_steps import adam_move, muon_two_steps, sgd_two_steps
 from sparcel.schemes import suits_muon
 from sparcel.stages import Work
@@ -102,6 +102,12 @@ class Ahead:
         names = self._names_of(optimizer)
         if not names:
             return
+        if is_muon(optimizer) and not suits_muon(self._residuals.template):
+            warn_on_rank_0(
+                f"Muon updates {names[0]!r}, and loses accuracy where ranks send a part of their"
+                " gradients, or few bits of them; without a scheme's name attach(model,"
+                " optimizer=[muon, adamw]) sends all, in 8 bits"
+            )
         rule = _rule_of(optimizer)
         if rule is None:
             self._staying.update(names)
@@ -110,12 +116,6 @@ class Ahead:
             return
         self._rules[optimizer] = rule
         self._staying.difference_update(names)
-        if isinstance(optimizer, torch.optim.Muon) and not suits_muon(self._residuals.template):
-            warn_on_rank_0(
-                f"Muon updates {names[0]!r}, and loses accuracy where ranks send a part of their"
-                " gradients, or few bits of them; without a scheme's name attach(model,"
-                " optimizer=[muon, adamw]) sends all, in 8 bits"
-            )
 
     def moves_by(self, optimizer: Optimizer) -> bool:
         """Tell whether an optimiser updates parameters that may be moved."""
