@@ -295,6 +295,7 @@ BAD = [
     ("topk", {"algorithm": "gtopk"}, r"not an all_reduce.*train with the scheme 'gtopk'"),
     ("gtopk", {"put_back": "drop"}, r"put_back cannot be 'drop'; did you mean 'dropped'\?"),
     ("oktopk", {"put_back": "owner"}, r"put_back cannot be 'owner'; did you mean 'own'\?"),
+    ("bidirectional", {"answer": "auto"}, r"answer .*'auto'"),
     ("sparcml", {"bits": 9}, r"bits must lie in \[2, 8\], got 9"),
 ]
 

@@ -210,8 +210,13 @@ RAW = Format()
 """Indices and values as they are in memory."""
 
 
-def format_named(format: str | Format) -> Format:
+def format_named(format: str | Format, argument: str = "format") -> Format:
     """Return a format, or the one of that name, such as ``"packed"`` or ``"packed:4"``.
+
+    Parameters
+    ----------
+    argument
+        What an error calls it.
 
     Raises
     ------
@@ -220,7 +225,7 @@ def format_named(format: str | Format) -> Format:
     """
     if isinstance(format, Format):
         return format
-    return _NAMED[checked_name(format, _NAMED, "format")]
+    return _NAMED[checked_name(format, _NAMED, argument)]
 
 
 _NAMED = {indices: Format(indices) for indices in INDEX_CODES} | {

@@ -51,7 +51,7 @@ class Bidirectional(Sparsifier):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.answer is not None:
-            self.answer = format_named(self.answer)
+            self.answer = format_named(self.answer, "answer")
         if self.returned is not None:
             self.returned = checked_number(
                 self.returned, "returned", at_least=self.density, at_most=1, hint="1 returns all"

@@ -278,6 +278,7 @@ def stages_on_nodes(inner: Stages, is_dense: bool, problem: Problem) -> Iterator
         nodes,
         itemsize=max(_SUM_BYTES, problem.itemsize),
         format=problem.format,
+        answer=problem.answer,
         rank=problem.rank // here,
     )
     yield from inner(across)

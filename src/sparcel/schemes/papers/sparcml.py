@@ -56,8 +56,8 @@ class SparCML(Selecting):
             self.format = _paper_format(self.bits, self.seed)
         elif self.seed is not None:
             raise InputError(
-                f"seed={self.seed} decides the rounding to few bits, and needs bits; pass bits=8, 4"
-                " or 2, or leave out seed"
+                f"seed={self.seed} decides the rounding to few bits, and needs bits; pass bits=4,"
+                " or leave out seed"
             )
 
     def _exchange(self, ledger: Ledger, wire: Wire) -> SparseStream:
