@@ -260,13 +260,20 @@ inline void dequantize_groups(const Coding& coding, const uint8_t* codes, size_t
 template <class Run>
 void with_bits(int bits, const Run& run) {
     switch (bits) {
-        case 2: return run(std::integral_constant<unsigned, 2>());
-        case 3: return run(std::integral_constant<unsigned, 3>());
-        case 4: return run(std::integral_constant<unsigned, 4>());
-        case 5: return run(std::integral_constant<unsigned, 5>());
-        case 6: return run(std::integral_constant<unsigned, 6>());
-        case 7: return run(std::integral_constant<unsigned, 7>());
-        default: return run(std::integral_constant<unsigned, 8>());
+        case 2:
+            return run(std::integral_constant<unsigned, 2>());
+        case 3:
+            return run(std::integral_constant<unsigned, 3>());
+        case 4:
+            return run(std::integral_constant<unsigned, 4>());
+        case 5:
+            return run(std::integral_constant<unsigned, 5>());
+        case 6:
+            return run(std::integral_constant<unsigned, 6>());
+        case 7:
+            return run(std::integral_constant<unsigned, 7>());
+        default:
+            return run(std::integral_constant<unsigned, 8>());
     }
 }
 

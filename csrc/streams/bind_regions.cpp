@@ -128,8 +128,8 @@ nb::tuple collect(const InOut& x, const std::vector<Bytes>& messages, nb::bytes 
     Written returned;
     {
         nb::gil_scoped_release release;
-        arrived = read_all(messages, rank, headers, coding,
-                           [&](size_t) { return regions.length(rank); });
+        arrived =
+            read_all(messages, rank, headers, coding, [&](size_t) { return regions.length(rank); });
         if (arrived) {
             for (const Packed& one : *arrived) {
                 if (!one.finite) leaving.flags = uint8_t(leaving.flags | kNonFinite);
