@@ -146,6 +146,15 @@ def _bytes_of(eight, bytes, BITS: tl.constexpr):
 
 
 @triton.jit
+def _byte_shifts(BITS: tl.constexpr):
+    """Return where the bytes of 8 codes begin, ``[1, 8]``, none beyond the number's end."""
+    shift = tl.arange(0, 8) * 8
+    if BITS <= 4:
+        shift = tl.minimum(shift, 24)
+    return shift[None, :]
+
+
+@triton.jit
 def store_codes(codes, eight, bytes, code, BITS: tl.constexpr, PADDED: tl.constexpr):
     """Store codes as a stream of bits, 8 in so many bytes, the first in the lowest bits.
 
@@ -160,10 +169,7 @@ def store_codes(codes, eight, bytes, code, BITS: tl.constexpr, PADDED: tl.conste
         tl.store(to + eight, joined.to(to.dtype.element_ty), mask=eight * BITS < bytes)
     else:
         place, inside = _bytes_of(eight, bytes, BITS)
-        part = joined[:, None] >> (tl.arange(0, 8) * 8)[None, :]
-        if BITS <= 4:  # of 32 bits, the lanes beyond would shift out of their range
-            part = joined[:, None] >> tl.minimum(tl.arange(0, 8) * 8, 24)[None, :]
-        tl.store(codes + place, part.to(tl.uint8), mask=inside)
+        tl.store(codes + place, (joined[:, None] >> _byte_shifts(BITS)).to(tl.uint8), mask=inside)
 
 
 @triton.jit
@@ -178,10 +184,7 @@ def load_codes(
     else:
         place, inside = _bytes_of(eight, bytes, BITS)
         found = _wide(tl.load(codes + place, mask=inside, other=0).to(tl.int32), BITS)
-        shift = tl.arange(0, 8) * 8
-        if BITS <= 4:
-            shift = tl.minimum(shift, 24)
-        joined = tl.sum(found << shift[None, :], axis=1)
+        joined = tl.sum(found << _byte_shifts(BITS), axis=1)
     shift = (tl.arange(0, 8) * BITS)[None, :]
     code = (tl.reshape(joined, [joined.numel, 1]) >> shift) & (2**BITS - 1)
     return tl.reshape(code.to(tl.int32), [ROWS, WIDTH])
