@@ -60,24 +60,27 @@ def call_all() -> None:
     for finite in (None, torch.tensor(True)):
         gpu.join_message([stream[1], stream[0]], header, finite)
     gpu.indices_fault(stream[0], 300)
-    for bits, seed in ((8, 7), (2, None)):
+    for bits, seed in ((8, 7), (2, None), (5, None)):
         made = gpu.quantize(memory.float(), bits, 32, seed)
         gpu.dequantize(made.codes, made.scales, memory.numel(), bits, 32)
     for size in (10_000, 2**40):
         indices = torch.arange(300, dtype=torch.int32 if size < 2**31 else torch.int64)
         gpu.unpack_indices(gpu.pack_indices(indices, size), 300, size)
     regions = Regions.of(memory.numel(), 3)
-    for name, shares, gradient in (("packed:4", 1, x), ("packed:2", 2, memory)):
+    for names, shares, gradient in ((("4", "6"), 1, x), (("2", "3"), 2, memory)):
         stops = tuple((regions.size * part // shares, 0.1) for part in range(1, shares + 1))
-        part, everything = (
-            phase(regions, each, format_named(name), torch.float32)
-            for each in (stops, ((regions.size, 1.0),))
+        (part, everything), (back, all_back) = (
+            [
+                phase(regions, each, format_named(f"packed:{bits}"), torch.float32)
+                for each in (stops, ((regions.size, 1.0),))
+            ]
+            for bits in names
         )
         addition = Addition(memory, gradient, memory.clone(), 0.5)
-        for up, down in ((part, part), (part, everything), (everything, everything)):
+        for up, down in ((part, back), (part, all_back), (everything, all_back)):
             messages = gpu.enter(addition, up, 1, 7).messages
             gpu.collect(addition, messages, up, down, 1, 7)
-            gpu.deliver(gradient, messages, up, 3.0)
+            gpu.deliver(gradient, messages, down, 3.0)
 
 
 if __name__ == "__main__":
