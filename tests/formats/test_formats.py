@@ -51,6 +51,7 @@ def test_value_codes_are_numbers_names_or_objects():
     [
         (lambda: format_named("pack"), "did you mean 'packed'"),
         (lambda: format_named("packed:9"), "did you mean 'packed:"),
+        (lambda: format_named("auto", "answer"), "answer cannot be 'auto'; it must be one of raw,"),
         (lambda: format_named(4), "format cannot be 4; it must be one of raw, packed,"),
         (lambda: Format("bitmap"), "an index code"),
         (lambda: Format("raw", 9), "a value code"),

@@ -15,12 +15,12 @@ from sparcel.cost import Problem, count, default_rates, predict, stated_rates, w
 from sparcel.errors import InputError
 from sparcel.formats import format_named
 from sparcel.plan import MODELS, Model, model_of, plan
-from sparcel.plan.planner import WORTH
+from sparcel.plan.planner import WORTH, _in_ring
 from sparcel.plan.recorded import RECORDED, UNNAMED
 from sparcel.plan.report import assumptions, bits, not_counted, sources, table, verdict
 from sparcel.plan.server import SERVED
-from sparcel.plan.steps import sends_all
-from sparcel.schemes import front_loaded
+from sparcel.plan.steps import Workload, mean_step, sends_all
+from sparcel.schemes import DEFAULT, RECOMMENDED, front_loaded
 from sparcel.training.ahead import ahead_work
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
@@ -95,7 +95,8 @@ def test_a_step_is_computation_plus_exposed_exchange(
     for row in made.rows:
         busy = row.work + row.exchange
         assert row.step == pytest.approx(compute + row.exposed)
-        assert (row.ahead == 0) == sends_all(row.method)
+        own = RECOMMENDED["density"] if row.method == UNNAMED else density
+        assert (row.ahead == 0) == (sends_all(row.method) or own == 1)
         assert 0 <= row.exposed <= (row.ahead + busy) * (1 + 1e-9)
         # At most the backward pass overlaps with the exchange, and nothing with step-ahead.
         assert row.exposed >= row.ahead + busy - compute * 2 / 3 - 1e-9
@@ -154,6 +155,20 @@ def test_the_default_s_row_is_that_of_its_method_density_and_format():
     default = row_of(given, UNNAMED)
     assert default == row_of(same, UNNAMED)
     assert (default.density, default.format) == (0.1, format_named("packed:4"))
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "bits"),
+    [(DEFAULT, "packed:6", 6.25), (DEFAULT, None, 4.25), ("topk", None, 4.25)],
+)
+def test_everything_in_few_bits_goes_up_in_4_and_comes_down_in_those_of_the_answer(
+    method, answer, bits
+):
+    answer = answer and format_named(answer)
+    work = Workload(Model("one", 1 << 23), 1.0, 0.1, format=format_named("packed:4"), answer=answer)
+    row = mean_step(method, work, _in_ring(method, SLOW), SLOW)
+    assert row.bytes == pytest.approx((4.25 + bits) / 8 * (1 << 23) * 7 / 8, rel=1e-3)
+    assert row.ahead == 0
 
 
 def test_front_loading_is_averaged_over_the_training():

@@ -171,7 +171,9 @@ def plan(
         else:
             methods = (*DENSE, *SPARSE, *nodes)
             found = [mean_step(name, work, _in_ring(name, rates), rates) for name in methods]
-            own = replace(work, density=RECOMMENDED["density"], format=_UNNAMED_FORMAT)
+            own = replace(
+                work, density=RECOMMENDED["density"], format=_UNNAMED_FORMAT, answer=_UNNAMED_ANSWER
+            )
             found.append(mean_step(UNNAMED, own, _in_ring(DEFAULT, rates), rates))
         told = (
             replace(row, factor=known.factor)
@@ -189,15 +191,18 @@ def plan(
 
 
 _UNNAMED_FORMAT = format_named(RECOMMENDED["format"])
+_UNNAMED_ANSWER = format_named(RECOMMENDED.get("answer") or RECOMMENDED["format"])
 
 
 def _in_ring(method: str, rates: Rates) -> Predict:
     stages = DENSE[method] if method in DENSE else stages_of(method, rates)
-    # A scheme that sends everything makes the sum that `topk` makes.
-    whole = stages_of("topk", rates) if method in SPARSE else stages
 
     def predicted(problem: Problem) -> Prediction:
-        return predict(whole if problem.k == problem.size else stages, problem, rates)
+        if method in SPARSE and problem.k == problem.size:
+            # A step that sends everything is an exchange by regions, or without rounding a sum.
+            whole = DEFAULT if problem.format.loses else "topk"
+            return predict(stages_of(whole, rates), problem, rates)
+        return predict(stages, problem, rates)
 
     return predicted
 

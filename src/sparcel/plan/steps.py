@@ -44,6 +44,8 @@ class Workload:
         after these.
     every
         The steps that machines train apart before an outer step.
+    answer
+        How what the owners of regions return travels; None for as what they are sent.
     """
 
     model: Model
@@ -53,6 +55,7 @@ class Workload:
     format: Format | None = RAW
     steps: int | None = None
     every: int = 30
+    answer: Format | None = None
 
     def __post_init__(self) -> None:
         checked_density(self.density)
@@ -123,31 +126,34 @@ _MEANS = ("density", "step", "ahead", "select", "pack", "exchange", "reduce", "e
 def mean_step(method: str, work: Workload, predicted: Predict, rates: Rates) -> PlannedStep:
     """Return the mean of the training's steps, where a bucket's exchange is as ``predicted``."""
     if sends_all(method):
-        return _step(method, replace(work, density=1.0, format=RAW), predicted, rates)
+        work = replace(work, density=1.0, format=RAW)
     steps = [
-        (_step(method, replace(work, density=density), predicted, rates), share)
+        (_step(method, work, density, predicted, rates), share)
         for density, share in work.densities.items()
     ]
     means = {name: sum(share * getattr(step, name) for step, share in steps) for name in _MEANS}
     return replace(steps[-1][0], **means)
 
 
-def _step(method: str, work: Workload, predicted: Predict, rates: Rates) -> PlannedStep:
-    """Send the buckets one after the other, each once it is ready."""
+def _step(
+    method: str, work: Workload, density: float, predicted: Predict, rates: Rates
+) -> PlannedStep:
+    """Send the buckets one after the other, each once it is ready, with a step's density."""
     size = work.model.parameters
     buckets = ceil(4 * size / work.bucket_bytes)
     each = ceil(size / buckets)
-    k, here = count_for(work.density, each), rates.ranks_per_node
+    k, here = count_for(density, each), rates.ranks_per_node
     format = work.format or fastest_format(each, k, rates)
-    bucket = predicted(Problem(each, k, rates.ranks, here, format=format))
-    ahead = 0.0 if sends_all(method) else work_seconds(ahead_work(size), rates)
+    bucket = predicted(Problem(each, k, rates.ranks, here, format=format, answer=work.answer))
+    # Step-ahead rests where memory holds roundings alone.
+    ahead = work_seconds(ahead_work(size), rates) if work.density < 1 else 0.0
     sent_until = 0.0
     for done in range(1, buckets + 1):
         ready = ahead + work.compute_s * (1 - _BACKWARD * (1 - done / buckets))
         sent_until = max(ready, sent_until) + bucket.seconds
     return PlannedStep(
         method,
-        work.density,
+        density,
         format,
         step=sent_until,
         ahead=ahead,
