@@ -169,6 +169,8 @@ def test_everything_in_few_bits_goes_up_in_4_and_comes_down_in_those_of_the_answ
     row = mean_step(method, work, _in_ring(method, SLOW), SLOW)
     assert row.bytes == pytest.approx((4.25 + bits) / 8 * (1 << 23) * 7 / 8, rel=1e-3)
     assert row.ahead == 0
+    by_regions = mean_step(DEFAULT, work, _in_ring(DEFAULT, SLOW), SLOW)
+    assert (row.step, row.work) == (by_regions.step, by_regions.work)
 
 
 def test_front_loading_is_averaged_over_the_training():
