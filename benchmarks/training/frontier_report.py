@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import exp, log
-from statistics import mean
+from statistics import geometric_mean, mean
 
 from benchmarks.pages.tables import (
     DENSE,
@@ -176,10 +176,22 @@ def steps_table(rows: Sequence[Row]) -> Iterator[str]:
     """Return the lines of how many steps methods need for dense training's loss, by task."""
     tasks = "words", "characters", "images", "articles", "reviews", "code, Muon", "code"
     cells = (
-        [label, *(over_seeds(step_factors(rows, run, task), 2) for task in tasks)]
+        [label, *(_factors(rows, run, task) for task in tasks)]
         for run, label in (CHOSEN | BY_BITS).items()
     )
     return table(("method", *tasks), cells)
+
+
+def _factors(rows: Sequence[Row], run: str, task: str) -> str:
+    """Return the mean of the factors, and of several seeds the least and the largest."""
+    found = step_factors(rows, run, task)
+    if not found:
+        return ""
+    shorter, usual = _lengths(rows, task)
+    if max(found) > usual / shorter:
+        return f"over {usual / shorter:.0f}"  # nobody trained as short as that
+    several = f" ({min(found):.2f} to {max(found):.2f})" if len(found) > 1 else ""
+    return f"{geometric_mean(found):.2f}{several}"
 
 
 def size_table(rows: Sequence[Row]) -> Iterator[str]:
@@ -205,17 +217,29 @@ def step_factors(rows: Sequence[Row], run: str, task: str) -> list[float]:
     seed, over this slope, is the logarithm of its factor. Empty where dense trainings of one length
     alone are known, or the longer ones end no lower.
     """
-    usual, by_steps = TASKS[task].steps, dict[int, list[float]]()
-    for row in rows:
-        if (row["run"], row["task"], row["ranks"]) == ("dense", task, 8):
-            by_steps.setdefault(row["steps"], []).append(row["loss"])
-    shorter = max((steps for steps in by_steps if steps < usual), default=usual)
-    if shorter == usual:
-        return []
-    slope = (mean(by_steps[shorter]) - mean(by_steps[usual])) / log(usual / shorter)
+    shorter, usual = _lengths(rows, task)
     dense, found = _dense(rows), _usual(rows, run, task)
+    ends = {
+        steps: {seed: row for (*at, seed), row in dense.items() if at == [task, 8, steps]}
+        for steps in (shorter, usual)
+    }
+    both = ends[shorter].keys() & ends[usual].keys()
+    if shorter == usual or not both:
+        return []
+    rise = mean(ends[shorter][seed]["loss"] - ends[usual][seed]["loss"] for seed in both)
+    slope = rise / log(usual / shorter)
     lost = [row["loss"] - dense[*_setting(row), row["seed"]]["loss"] for row in found]
     return [exp(one / slope) for one in lost] if slope > 0 else []
+
+
+def _lengths(rows: Sequence[Row], task: str) -> tuple[int, int]:
+    """Return the steps of the longest shorter dense training of a task, and those of a usual one.
+
+    The same twice if there is no shorter one.
+    """
+    usual = TASKS[task].steps
+    steps = {row["steps"] for row in rows if (row["run"], row["task"]) == ("dense", task)}
+    return max((one for one in steps if one < usual), default=usual), usual
 
 
 def _ends(
