@@ -81,7 +81,7 @@ BAD = [
     (lambda s, c: sparcel.all_reduce_topk(_rows(s), 2, group=c), r"scalar float values, got"),
     (lambda s, c: sparcel.all_reduce_topk(s, 2, max_nnz=1, group=c), r"max_nnz must bound"),
     (lambda s, c: sparcel.all_reduce(s, format="pack", group=c), r"did you mean 'packed' or"),
-    (lambda s, c: sparcel.all_reduce(s, format="raw:3", group=c), r"format cannot be 'raw:3'"),
+    (lambda s, c: sparcel.all_reduce(s, format="raw:9", group=c), r"format cannot be 'raw:9'"),
     (lambda s, c: sparcel.all_reduce(s, format="packed4", group=c), r"did you mean 'packed:4' or"),
     (lambda s, c: sparcel.all_reduce(s, "max", format="raw:4", group=c), r"sum.*max"),
     (lambda s, c: sparcel.reduce_scatter(s, "min", c, format="raw:4"), r"sum.*min"),

@@ -51,7 +51,7 @@ WRONG: tuple[tuple[Any, dict[str, Any], str], ...] = (
     (sparcel.scheme("topk"), {"density": 0.1}, "settings go with a scheme's name"),
     (["topk"], {}, "scheme must be a Scheme, got list; sparcel.scheme"),
     ("topk", {"density": "0.1"}, "density must be a number, got '0.1'"),
-    ("topk", {"optimizer": [0.1]}, "optimizer must be an Optimizer, got list"),
+    ("topk", {"optimizer": [0.1]}, "optimizer must be an Optimizer, got 0.1"),
     ("topk", {"scaler": 1024.0}, "scaler must be a GradScaler, got 1024.0"),
     ("topk", {"policy": "dense"}, "policy must be a function, got 'dense'"),
     ("topk", {"densities": [0.1]}, "densities must be a Mapping, got list"),
