@@ -56,6 +56,7 @@ BY_BITS = {
     "bidirectional,1,packed:4/6,still": "all in 4 bits, 6 back",
     "bidirectional,1,packed:4/8,still": "all in 4 bits, 8 back",
     **{f"bidirectional,1,packed:{n}/{n},still": f"all in {n} bits" for n in (6, 7, 8)},
+    "bf16": "torch's `bf16` hook",
     "powersgd,4": "torch's PowerSGD, rank 4",
 }
 """What travels, with labels: what Muon asks for."""
