@@ -185,7 +185,8 @@ class Run:
 
     def _look_at_memory(self, averager: Averager) -> None:
         of, names = averager._session.residuals.of, sorted(averager.handle.eligible)
-        memory = torch.cat([of(name).get("memory", torch.zeros(1)).flatten() for name in names])
+        none = torch.zeros(1, device=DEVICE)
+        memory = torch.cat([of(name).get("memory", none).flatten() for name in names])
         self._energies["kept"] += float(memory.square().sum())
         self._ages.append(averager.handle.memory_age())
         self._owed = self._owed + memory
