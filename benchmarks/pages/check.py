@@ -171,6 +171,7 @@ def trainings() -> Faults:
     frontier: Any = importlib.import_module("benchmarks.training.frontier_report")
     lab: Any = importlib.import_module("benchmarks.training.lab_report")
     suite: Any = importlib.import_module("benchmarks.training.convergence_report")
+    factors: Any = importlib.import_module("benchmarks.training.step_factors")
     singular: Any = importlib.import_module("benchmarks.training.singular")
     names = "causes", "convergence", "convergence_sweeps", "papers_recipes", "search"
     rows = {name: shown_of(name) for name in names}
@@ -181,7 +182,7 @@ def trainings() -> Faults:
             *frontier.default_table(runs),
             *frontier.chosen_table(runs),
             *frontier.bits_table(runs),
-            *frontier.steps_table(runs),
+            *factors.steps_table(runs),
             *frontier.size_table(shown_of("emulated_25m")),
         ],
     )

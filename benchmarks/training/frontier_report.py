@@ -9,8 +9,8 @@ prints the tables as Markdown and draws ``docs/figures/frontier_words.svg``, fro
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import exp, log
-from statistics import geometric_mean, mean
+from math import exp
+from statistics import mean
 
 from benchmarks.pages.tables import (
     DENSE,
@@ -82,21 +82,21 @@ def all_rows() -> list[Row]:
     dense = [
         {**row, "run": "dense", "share": 1.0}
         for row in suite
-        if row["method"] == "dense" and _setting(row)[1:] == (8, 2000)
+        if row["method"] == "dense" and setting_of(row)[1:] == (8, 2000)
     ]
     return [*dense, *shown_of("frontier")]
 
 
-def _dense(rows: Sequence[Row]) -> Mapping[tuple[object, ...], Row]:
+def dense_of(rows: Sequence[Row]) -> Mapping[tuple[object, ...], Row]:
     """Return dense training's rows by setting and seed."""
-    return {(*_setting(row), row["seed"]): row for row in rows if row["run"] == "dense"}
+    return {(*setting_of(row), row["seed"]): row for row in rows if row["run"] == "dense"}
 
 
 def _over_dense(
     found: Sequence[Row], dense: Mapping[tuple[object, ...], Row]
 ) -> tuple[list[float], list[float]]:
     """Return points of accuracy and % of perplexity over dense training with the same seeds."""
-    pairs = [(row, dense[*_setting(row), row["seed"]]) for row in found]
+    pairs = [(row, dense[*setting_of(row), row["seed"]]) for row in found]
     points = [100 * (row["accuracy"] - base["accuracy"]) for row, base in pairs]
     return points, [100 * (exp(row["loss"] - base["loss"]) - 1) for row, base in pairs]
 
@@ -111,8 +111,8 @@ def default_table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _beside(rows: Sequence[Row], task: str) -> Iterator[str]:
-    base, found = (_usual(rows, run, task) for run in ("dense", DEFAULT))
-    points, more = _over_dense(found, _dense(rows))
+    base, found = (usual_of(rows, run, task) for run in ("dense", DEFAULT))
+    points, more = _over_dense(found, dense_of(rows))
     losses = [row["loss"] for row in base]
     yield from (f"{mean(losses):.4f}", f"{max(losses) - min(losses):.4f}")
     yield f"{mean(row['loss'] for row in found):.4f}"
@@ -125,15 +125,15 @@ def other_settings_table(rows: Sequence[Row]) -> Iterator[str]:
     shown: dict[tuple[Setting, str], list[Row]] = {}
     for row in sorted(rows, key=lambda row: (row["task"], *_order(row))):
         usual = row["task"], 8, TASKS[row["task"]].steps
-        other = _setting(row) != usual or row["run"] not in (DEFAULT, FOUR_BITS)
+        other = setting_of(row) != usual or row["run"] not in (DEFAULT, FOUR_BITS)
         if other and row["run"].startswith("bidirectional"):
-            shown.setdefault((_setting(row), row["run"]), []).append(row)
+            shown.setdefault((setting_of(row), row["run"]), []).append(row)
     columns = "task", "method", "ranks", "steps", "bytes", "accuracy", "perplexity"
     return table(columns, (_cells(run, found, rows) for (_, run), found in shown.items()))
 
 
 def _cells(run: str, found: Sequence[Row], rows: Sequence[Row]) -> list[str]:
-    points, more = _over_dense(found, _dense(rows))
+    points, more = _over_dense(found, dense_of(rows))
     return [
         *(found[0]["task"], run, *(str(found[0][key]) for key in ("ranks", "steps"))),
         f"{mean(row['share'] for row in found):.1%}",
@@ -146,7 +146,7 @@ def _order(row: Row) -> tuple[int, int, bool, str, int]:
     return row["ranks"], -row["steps"], row["run"] != "dense", row["run"], row["seed"]
 
 
-def _setting(row: Row) -> Setting:
+def setting_of(row: Row) -> Setting:
     return row["task"], row["ranks"], row["steps"]
 
 
@@ -173,28 +173,6 @@ def bits_table(rows: Sequence[Row]) -> Iterator[str]:
     return table(("what travels", "bytes", "reviews, Muon", "code, Muon", "code, AdamW"), cells)
 
 
-def steps_table(rows: Sequence[Row]) -> Iterator[str]:
-    """Return the lines of how many steps methods need for dense training's loss, by task."""
-    tasks = "words", "characters", "images", "articles", "reviews", "code, Muon", "code"
-    cells = (
-        [label, *(_factors(rows, run, task) for task in tasks)]
-        for run, label in (CHOSEN | BY_BITS).items()
-    )
-    return table(("method", *tasks), cells)
-
-
-def _factors(rows: Sequence[Row], run: str, task: str) -> str:
-    """Return the mean of the factors, and of several seeds the least and the largest."""
-    found = step_factors(rows, run, task)
-    if not found:
-        return ""
-    shorter, usual = _lengths(rows, task)
-    if max(found) > usual / shorter:
-        return f"over {usual / shorter:.0f}"  # nobody trained as short as that
-    several = f" ({min(found):.2f} to {max(found):.2f})" if len(found) > 1 else ""
-    return f"{geometric_mean(found):.2f}{several}"
-
-
 def size_table(rows: Sequence[Row]) -> Iterator[str]:
     """Return the lines of what settings ended at over dense training on a larger model."""
     found: dict[str, dict[str, list[float]]] = {}
@@ -210,39 +188,6 @@ def size_table(rows: Sequence[Row]) -> Iterator[str]:
     return table(("what travels", "bytes", "AdamW", "Muon"), cells)
 
 
-def step_factors(rows: Sequence[Row], run: str, task: str) -> list[float]:
-    """Return how many times dense training's steps a run needs for the same loss, by seed.
-
-    Dense training's loss falls about as the logarithm of its steps, between trainings of two
-    lengths that each end at their own lowest rate. What a run ends above dense training with its
-    seed, over this slope, is the logarithm of its factor. Empty where dense trainings of one length
-    alone are known, or the longer ones end no lower.
-    """
-    shorter, usual = _lengths(rows, task)
-    dense, found = _dense(rows), _usual(rows, run, task)
-    ends = {
-        steps: {seed: row for (*at, seed), row in dense.items() if at == [task, 8, steps]}
-        for steps in (shorter, usual)
-    }
-    both = ends[shorter].keys() & ends[usual].keys()
-    if shorter == usual or not both:
-        return []
-    rise = mean(ends[shorter][seed]["loss"] - ends[usual][seed]["loss"] for seed in both)
-    slope = rise / log(usual / shorter)
-    lost = [row["loss"] - dense[*_setting(row), row["seed"]]["loss"] for row in found]
-    return [exp(one / slope) for one in lost] if slope > 0 else []
-
-
-def _lengths(rows: Sequence[Row], task: str) -> tuple[int, int]:
-    """Return the steps of the longest shorter dense training of a task, and those of a usual one.
-
-    The same twice if there is no shorter one.
-    """
-    usual = TASKS[task].steps
-    steps = {row["steps"] for row in rows if (row["run"], row["task"]) == ("dense", task)}
-    return max((one for one in steps if one < usual), default=usual), usual
-
-
 def _ends(
     rows: Sequence[Row], run: str, tasks: Sequence[str], sized: Sequence[str] = ("words",)
 ) -> Iterator[str]:
@@ -250,18 +195,18 @@ def _ends(
 
     The share is that of the first of the tasks ``sized`` that the run has.
     """
-    found = next(found for task in sized if (found := _usual(rows, run, task)))
+    found = next(found for task in sized if (found := usual_of(rows, run, task)))
     yield f"{mean(row['share'] for row in found):.1%}"
     for task in tasks:
-        points, more = _over_dense(_usual(rows, run, task), _dense(rows))
+        points, more = _over_dense(usual_of(rows, run, task), dense_of(rows))
         shown, unit = (points, "") if task in IN_POINTS else (more, " %")
         yield over_seeds(shown, 1) + unit if shown else ""
 
 
-def _usual(rows: Sequence[Row], run: str, task: str) -> list[Row]:
+def usual_of(rows: Sequence[Row], run: str, task: str) -> list[Row]:
     """Return a run's rows on a task with 8 ranks and the task's number of steps."""
     usual = task, 8, TASKS[task].steps
-    found = (row for row in rows if row["run"] == run and _setting(row) == usual)
+    found = (row for row in rows if row["run"] == run and setting_of(row) == usual)
     return sorted(found, key=_order)
 
 
@@ -272,7 +217,7 @@ def draw(rows: Sequence[Row]) -> None:
     places = {
         run: (100 * mean(row["share"] for row in found), mean(row["loss"] for row in found))
         for run in (*DRAWN, *ranks)
-        if (found := _usual(rows, run, "words"))
+        if (found := usual_of(rows, run, "words"))
     }
     for run, (label, marker, colour) in DRAWN.items():
         axes.plot(*places[run], marker, color=colour, label=label)
@@ -297,7 +242,7 @@ def main() -> None:
     rows = all_rows()
     searched = [*rows, *shown_of("search")]
     for lines in (
-        *(default_table(rows), chosen_table(rows), bits_table(rows), steps_table(rows)),
+        *(default_table(rows), chosen_table(rows), bits_table(rows)),
         size_table(shown_of("emulated_25m")),
         *(other_settings_table(rows), search_table(searched)),
     ):

@@ -43,7 +43,8 @@ class Beside(Run):
     def __init__(self, data: Path, run: str, seed: int) -> None:
         super().__init__(data, TASKS[TASK], Method("dense", "dense", ahead=False), seed)
         self.beside = method_of(run).make()
-        self.matrices = [name for name in self.named if name in _matrices(self)]
+        muon = {id(one) for group in self.optimizers[0].param_groups for one in group["params"]}
+        self.matrices = [name for name, parameter in self.named.items() if id(parameter) in muon]
         self.exact = {name: torch.zeros_like(self.named[name]) for name in self.matrices}
         self.rounded = {name: torch.zeros_like(self.named[name]) for name in self.matrices}
 
@@ -63,11 +64,6 @@ class Beside(Run):
                     self.exact[name].lerp_(updates[name], 1 - MOMENTUM)
                 self._apply(updates, step)
             comm.gather_numbers(0)  # the model has changed
-
-
-def _matrices(run: Run) -> set[str]:
-    muon = {id(one) for group in run.optimizers[0].param_groups for one in group["params"]}
-    return {name for name, parameter in run.named.items() if id(parameter) in muon}
 
 
 def compared(exact: Tensor, rounded: Tensor) -> tuple[list[float], list[float], list[float]]:

@@ -150,7 +150,8 @@ class Run:
                 assert same_bits(update, self._updates[name]), "ranks parted"
             comm.gather_numbers(0)  # all have compared
             if comm.rank == 0:
-                self._end_look()
+                if looks:
+                    self._end_look()
                 self._apply(updates, step)
             comm.gather_numbers(0)  # the model has changed
         return averager.handle.stats()

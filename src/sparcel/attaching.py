@@ -22,7 +22,7 @@ from sparcel.optim import is_muon
 from sparcel.rates import Rates
 from sparcel.schemes import Scheme, Settings, chosen_scheme
 from sparcel.training import Averager, Carrier, Handle, Policy, Scope, stays_dense
-from sparcel.training.checks import warn_if_alone
+from sparcel.training.checks import checked_optimizers, warn_if_alone
 from sparcel.training.driver import Driver
 from sparcel.training.momentum import check_momentum
 from sparcel.training.names import model_patterns
@@ -147,9 +147,8 @@ def attach(
         driver = DDPDriver(model, group)
     checked_flag(ahead, "ahead")
     check_callable(policy, "policy")
-    optimizers = _several(optimizer)
+    optimizers = checked_optimizers(optimizer)
     for one in optimizers:
-        check_type(one, torch.optim.Optimizer, "optimizer")
         _check_parameters(one, driver.parameters)
     if densities is not None:
         check_type(densities, Mapping, "densities")
@@ -199,14 +198,6 @@ def attach(
         handle.close()
         raise
     return handle
-
-
-def _several(
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
-) -> Sequence[torch.optim.Optimizer]:
-    if optimizer is None:
-        return ()
-    return optimizer if isinstance(optimizer, Sequence) else [optimizer]
 
 
 def _check_parameters(optimizer: torch.optim.Optimizer, own: Mapping[str, Tensor]) -> None:

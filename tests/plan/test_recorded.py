@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.record import RESULTS, rows_of
 from benchmarks.rules import is_todays
-from benchmarks.training.frontier_report import step_factors
+from benchmarks.training.step_factors import step_factors
 from sparcel.plan.planner import SPARSE
 from sparcel.plan.recorded import RANKS, RECORDED, STEPS, TASKS, UNNAMED
 from sparcel.schemes import DEFAULT, ON_NODES, RECOMMENDED, SEND_ALL

@@ -20,6 +20,8 @@ class OkTopKByRegions(OkTopK):
         return put_back(found, ledger, wire, self.put_back)
 
 
+BIDIRECTIONAL = partial(sparcel.scheme, "bidirectional")
+
 SCHEMES = {
     "dense": partial(sparcel.scheme, "dense"),
     "topk": partial(sparcel.scheme, "topk", density=0.1),
@@ -30,27 +32,19 @@ SCHEMES = {
     "sparcml 4 bits": partial(sparcel.scheme, "sparcml", density=0.4, bits=4),
     "topk packed 4 bits": partial(sparcel.scheme, "topk", density=0.1, format="packed:4"),
     "topk half bits": partial(sparcel.scheme, "topk", density=1, format="raw:bfloat16"),
-    "bidirectional": partial(sparcel.scheme, "bidirectional", density=0.1),
+    "bidirectional": partial(BIDIRECTIONAL, density=0.1),
     "bidirectional 4 bits": partial(sparcel.scheme, density=0.1, format="packed:4"),
     "bidirectional 5 bits, all in 8": partial(
-        *(sparcel.scheme, "bidirectional"),
-        density=0.2,
-        returned=1,
-        format="packed:5",
-        answer="packed:8",
+        BIDIRECTIONAL, density=0.2, returned=1, format="packed:5", answer="packed:8"
     ),
     "bidirectional dense 2 and 6 bits": partial(
-        sparcel.scheme, "bidirectional", density=0.99, format="packed:2", answer="packed:6"
+        BIDIRECTIONAL, density=0.99, format="packed:2", answer="packed:6"
     ),
     "bidirectional dense 4 bits, not 8": partial(
-        *(sparcel.scheme, "bidirectional"),
-        density=0.8,
-        returned=0.8,
-        format="packed:4",
-        answer="packed:8",
+        BIDIRECTIONAL, density=0.8, returned=0.8, format="packed:4", answer="packed:8"
     ),
     "bidirectional 3 bits, exact answer": partial(
-        sparcel.scheme, "bidirectional", density=0.3, format="packed:3", answer="packed"
+        BIDIRECTIONAL, density=0.3, format="packed:3", answer="packed"
     ),
     "gtopk": partial(sparcel.scheme, "gtopk", density=0.1),
     "gtopk dense": partial(sparcel.scheme, "gtopk", density=0.9),

@@ -213,10 +213,7 @@ RAW = Format()
 def format_named(format: str | Format, argument: str = "format") -> Format:
     """Return a format, or the one of that name, such as ``"packed"`` or ``"packed:4"``.
 
-    Parameters
-    ----------
-    argument
-        What an error calls it.
+    Errors call it ``argument``.
 
     Raises
     ------

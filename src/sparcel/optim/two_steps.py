@@ -66,10 +66,15 @@ def adam_move(
     return kernels.AsAdam(gradient, scale, group["lr"] * (1 - beta1**2) / (1 - beta1**step))
 
 
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimiser that a framework has wrapped, or the optimiser itself."""
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
+
+
 def is_muon(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether an optimiser is Muon, by its class's name: of torch, or of another library."""
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # what frameworks wrap
-    return any("muon" in kind.__name__.lower() for kind in type(optimizer).__mro__)
+    return any("muon" in kind.__name__.lower() for kind in type(unwrapped(optimizer)).__mro__)
 
 
 def muon_two_steps(

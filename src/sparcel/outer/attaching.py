@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from sparcel._checks import check_type, checked_number, checked_whole
+from sparcel._checks import checked_number, checked_whole
 from sparcel.comm import Group, digest, ranks_with_other
 from sparcel.delta.stores import Store
 from sparcel.errors import InputError, MismatchError, checked_name, public_url
@@ -24,7 +24,7 @@ from sparcel.outer.places import meeting_at
 from sparcel.outer.shared import Shared
 from sparcel.schemes import Scheme
 from sparcel.training import Averager, Shard
-from sparcel.training.checks import warn_if_alone
+from sparcel.training.checks import checked_optimizers, warn_if_alone
 from sparcel.training.names import model_names
 
 Place: TypeAlias = "Group | DeviceMesh | Store | str | os.PathLike[str]"
@@ -90,11 +90,9 @@ def attach(
     """
     chosen = chosen_method(method)
     every = checked_whole(every, "every", 1)
-    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    optimizers = checked_optimizers(optimizer)
     if not optimizers:
         raise InputError("optimizer must be one, or several, got none")
-    for one in optimizers:
-        check_type(one, Optimizer, "optimizer")
     checked_name(buffers, ("average", "local"), "buffers")
     checked_name(poison, ("leave out", "void"), "poison")
     least, patience = (

@@ -195,14 +195,14 @@ _UNNAMED_ANSWER = format_named(RECOMMENDED.get("answer") or RECOMMENDED["format"
 
 
 def _in_ring(method: str, rates: Rates) -> Predict:
-    stages = DENSE[method] if method in DENSE else stages_of(method, rates)
+    stages = rounded = exact = DENSE[method] if method in DENSE else stages_of(method, rates)
+    if method in SPARSE:
+        # A step that sends everything is an exchange by regions, or without rounding a sum.
+        rounded, exact = (stages_of(whole, rates) for whole in (DEFAULT, "topk"))
 
     def predicted(problem: Problem) -> Prediction:
-        if method in SPARSE and problem.k == problem.size:
-            # A step that sends everything is an exchange by regions, or without rounding a sum.
-            whole = DEFAULT if problem.format.loses else "topk"
-            return predict(stages_of(whole, rates), problem, rates)
-        return predict(stages, problem, rates)
+        whole = rounded if problem.format.loses else exact
+        return predict(whole if problem.k == problem.size else stages, problem, rates)
 
     return predicted
 

@@ -30,7 +30,7 @@ class Recorded(NamedTuple):
         How much more perplexity the transformer of words has than with dense training, %.
     factors
         How many times dense training's steps that transformer needs for the same loss, by seed;
-        see `benchmarks.training.frontier_report.step_factors`.
+        see `benchmarks.training.step_factors`.
     density
         That was asked for.
     """

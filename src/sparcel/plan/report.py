@@ -53,10 +53,11 @@ def sources(plan: Plan) -> str:
 
 
 LEGEND = (
-    f"faster: to the same loss than {BASELINE}, overlapped. exposed: what the step takes beyond its"
-    " computation. ahead: step-ahead, before the forward pass. work: to select, pack and add up."
-    " steps: how many times dense training's steps it needs for the same loss, recorded on a small"
-    " language model; blank, and taken as 1, where none was recorded at this density and format."
+    f"faster: how many times sooner it comes to the same loss than {BASELINE}, overlapped. exposed:"
+    " what the step takes beyond its computation. ahead: step-ahead, before the forward pass. work:"
+    " to select, pack and add up. steps: how many times dense training's steps it needs for the"
+    " same loss, recorded on a small language model; blank, and taken as 1, where none was recorded"
+    " at this density and format."
 )
 
 
@@ -162,9 +163,9 @@ def _caution(plan: Plan, row: PlannedStep) -> str:
         f" ({len(recorded.TASKS)} small tasks, {recorded.STEPS:,} steps, {recorded.RANKS} ranks,"
         f" {known.seeds} {_plural('seed', known.seeds)}) it lost {-points:.1f} points of accuracy"
         f" on its worst task, {task}, and had {abs(known.perplexity):.1f} %"
-        f" {'more' if known.perplexity > 0 else 'less'} perplexity on words, for which it"
-        f" takes {known.factor:.2f} times the steps{_by_seed(known)}. None of the models has a"
-        " million parameters."
+        f" {'more' if known.perplexity > 0 else 'less'} perplexity on words: it needs"
+        f" {known.factor:.2f} times dense training's steps for the same loss{_by_seed(known)}. None"
+        " of the models has a million parameters."
         f"{_safer(plan, row, known)} Compare with dense training."
     )
 

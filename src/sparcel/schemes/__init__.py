@@ -127,7 +127,9 @@ DEFAULT = "bidirectional"
 RECOMMENDED: Settings = {"density": 0.1, "format": "packed:4"}
 """What `DEFAULT` is set to where no scheme is named."""
 
-UNDER_MUON: Settings = {"density": 1.0, "format": "packed:8"}
+_MUON_BITS = 8
+
+UNDER_MUON: Settings = {"density": 1.0, "format": f"packed:{_MUON_BITS}"}
 """The same where Muon trains, which makes small directions of a matrix as long as large ones."""
 
 
@@ -194,7 +196,7 @@ def suits_muon(one: Scheme) -> bool:
         return isinstance(one, Dense)
     formats = (one.format, getattr(one, "answer", None))
     codes = [code.value_code for code in formats if isinstance(code, Format)]
-    return all(code.bits >= 8 for code in codes if isinstance(code, FewBits))
+    return all(code.bits >= _MUON_BITS for code in codes if isinstance(code, FewBits))
 
 
 def chosen_scheme(

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from sparcel import kernels
 from sparcel.errors import warn_on_rank_0
 from sparcel.optim import SaysTwoSteps, is_muon
-from sparcel.optim.two_steps import adam_move, muon_two_steps, sgd_two_steps
+from sparcel.optim.two_steps import adam_move, muon_two_steps, sgd_two_steps, unwrapped
 from sparcel.schemes import suits_muon
 from sparcel.stages import Work
 from sparcel.training.residuals import Residuals
@@ -98,7 +98,7 @@ class Ahead:
             When the rule is none of those above, and the optimiser does not say `two_steps`; its
             parameters are then not moved. For Muon, if the scheme is not what is recommended there.
         """
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # what frameworks wrap
+        optimizer = unwrapped(optimizer)
         names = self._names_of(optimizer)
         if not names:
             return

@@ -152,7 +152,9 @@ class Averager:
             if owned is not None:
                 owned.close()
             raise
-        residuals = Residuals(template, treatment.memory_dtype)
+        residuals = Residuals(
+            template, treatment.memory_dtype, layered=bool(treatment.own_densities)
+        )
         self._session = Session(
             ranks, device, scaler, frontload, withhold_zeros, treatment, residuals
         )

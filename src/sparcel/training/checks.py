@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from os import PathLike
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from sparcel._checks import FLOAT_DTYPES, check_callable, check_type
 from sparcel.comm import Communicator
@@ -15,6 +16,15 @@ from sparcel.memory import Range
 from sparcel.rates import Rates
 from sparcel.schemes import Scheme
 from sparcel.training.policy import Policy, Treatment
+
+
+def checked_optimizers(given: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+    """Return optimisers, of which one, several or none are given; raise `InputError` for others."""
+    several = [] if given is None else given
+    optimizers = list(several) if isinstance(several, Sequence) else [several]
+    for one in optimizers:
+        check_type(one, Optimizer, "optimizer")
+    return optimizers
 
 
 def check_arguments(

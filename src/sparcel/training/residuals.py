@@ -39,14 +39,18 @@ class Residuals:
     joined
         The dtype of the memory if one selection is made over all tensors of a step, which are then
         in one vector. None if a step has several vectors, each with memory of its own dtype.
+    layered
+        Whether any tensor has a density of its own.
 
     What is remembered of a tensor has a name and one value per element: the memory, and whatever
     else `Scheme.remembers`. What the memory of an earlier scheme owes is in ``flush`` once the
     scheme of now remembers nothing.
     """
 
-    def __init__(self, template: Scheme, joined: torch.dtype | None = None) -> None:
-        self.template, self._joined = template, joined
+    def __init__(
+        self, template: Scheme, joined: torch.dtype | None = None, layered: bool = False
+    ) -> None:
+        self.template, self._joined, self._layered = template, joined, layered
         self.flush = Flush()
         self._vectors: dict[str, tuple[Vector, Piece]] = {}
         self._loaded: dict[str, dict[str, Tensor]] = {}
@@ -70,8 +74,7 @@ class Residuals:
     @property
     def waits(self) -> bool:
         """Whether coordinates may wait for later steps; else memory holds roundings at most."""
-        layers = any(vector.layers for vector, _ in self._vectors.values())
-        return layers or self.flush.pending or self.template.holds_back
+        return self.template.holds_back or self.flush.pending or self._layered
 
     def dtype_of(self, tensor: Tensor) -> torch.dtype:
         """Return the dtype of the memory of a tensor."""
