@@ -220,7 +220,7 @@ def test_keys_are_any_texts(texts: list[str]) -> None:
     for number, text in enumerate(texts):
         assert not store.check([text])
         store.set(text, str(number))
-        assert store.add(f"n{text}", 2) == 2
+        assert store.add(f"{''.join(texts)}n{number}", 2) == 2  # longer than any text
     assert all(store.get(text) == str(number).encode() for number, text in enumerate(texts))
     assert store.check(texts)
     assert store.num_keys() == 2 * len(texts)

@@ -124,8 +124,9 @@ def test_a_recommended_method_s_recorded_loss_is_named():
     assert RECORDED["topk"].worst == (-0.34, "words")
     assert "lost 0.3 points of accuracy on its worst task, words" in verdict(made)
     assert "3.9 % more perplexity on words" in verdict(made)
-    assert "needs 1.12 times dense training's steps for the same loss (1.06 to 1.19" in verdict(
-        made
+    assert (
+        "needs 1.12 times the steps of dense training for the same loss (1.06 to 1.19"
+        in verdict(made)
     )
     methods, *_, factors, _ = (column.cells for column in table(made).columns)
     told = dict(zip(methods, factors, strict=True))

@@ -164,8 +164,8 @@ def _caution(plan: Plan, row: PlannedStep) -> str:
         f" {known.seeds} {_plural('seed', known.seeds)}) it lost {-points:.1f} points of accuracy"
         f" on its worst task, {task}, and had {abs(known.perplexity):.1f} %"
         f" {'more' if known.perplexity > 0 else 'less'} perplexity on words: it needs"
-        f" {known.factor:.2f} times dense training's steps for the same loss{_by_seed(known)}. None"
-        " of the models has a million parameters."
+        f" {known.factor:.2f} times the steps of dense training for the same loss{_by_seed(known)}."
+        " None of the models has a million parameters."
         f"{_safer(plan, row, known)} Compare with dense training."
     )
 
