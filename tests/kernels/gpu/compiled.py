@@ -77,7 +77,8 @@ def call_all() -> None:
             for bits in names
         )
         addition = Addition(memory, gradient, memory.clone(), 0.5)
-        for up, down in ((part, back), (part, all_back), (everything, all_back)):
+        pairs = ((part, back), (part, all_back), (everything, all_back), (everything, back))
+        for up, down in pairs:
             messages = gpu.enter(addition, up, 1, 7).messages
             gpu.collect(addition, messages, up, down, 1, 7)
             gpu.deliver(gradient, messages, down, 3.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -20,7 +20,7 @@ import triton.language as tl  # noqa: E402
 
 from sparcel import _cpu, kernels  # noqa: E402
 from sparcel.formats import FewBits, Format, format_named  # noqa: E402
-from sparcel.kernels import Addition, Phase, Regions, row_bytes  # noqa: E402
+from sparcel.kernels import Addition, Phase, Regions, gpu, row_bytes  # noqa: E402
 from sparcel.kernels.definitions import packing  # noqa: E402
 from sparcel.kernels.gpu import _message, _places, _region, _selected  # noqa: E402
 from sparcel.regions import phase  # noqa: E402
@@ -227,8 +227,9 @@ def test_the_passes_have_the_bits_of_the_compiled_ones(
     message, magnitude, after = collected[rank]
     assert message is not None
     x = expected.x.to(DEVICE)
+    left_over, came = replace(addition, scratch=x), rows_of(arrived[rank], up)
     with case.tiles():
-        row, fell, fault = _places.collect(x, rows_of(arrived[rank], up), up, down, rank, case.step)
+        row, fell, fault = gpu.collect(left_over, came, up, down, rank, case.step)
     assert agree(row, message)
     assert not fault
     if after.isfinite().all():
@@ -293,9 +294,8 @@ def test_bad_messages_are_noticed_or_mean_what_they_mean_on_the_cpu(
     expected, _, after = ranks[1].collect(left[1].x, [bad, good[1]])
     with case.tiles():
         x = left[1].x.to(DEVICE)
-        row, _, fault = _places.collect(
-            x, rows_of([bad, None, good[1]], part), part, part, 1, case.step
-        )
+        rows = rows_of([bad, None, good[1]], part)
+        row, _, fault = gpu.collect(Addition(x, x, x), rows, part, part, 1, case.step)
     assert bool(fault) == (expected is None)
     if expected is None:
         assert row[7] & 2
@@ -419,7 +419,7 @@ def test_a_step_takes_fourteen_launches_and_the_host_reads_nothing() -> None:
 
         def step(number: int) -> Any:
             left = _selected.enter(addition, part, 1, number)
-            _places.collect(addition.scratch, left.messages, part, part, 1, number)
+            gpu.collect(addition, left.messages, part, part, 1, number)
             _places.deliver(left.messages, part, 3.0, torch.empty_like(memory))
 
         step(0)

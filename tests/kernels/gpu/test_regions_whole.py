@@ -61,11 +61,15 @@ class Case:
     @property
     def down(self) -> Phase:
         """The phase in which everything comes back."""
-        return replace(self._phase(1.0, self.answer), dense=True)
+        return replace(self.answering(1.0), dense=True)
 
     def selecting(self, density: float) -> Phase:
         """Return the phase in which a share travels up."""
         return self._phase(density, FewBits(self.bits, self.group))
+
+    def answering(self, density: float) -> Phase:
+        """Return the phase in which a share comes back."""
+        return self._phase(density, self.answer)
 
     def _phase(self, density: float, values: FewBits) -> Phase:
         regions = Regions(self.size, self.ranks, self.block)
@@ -226,11 +230,14 @@ def test_headers_of_many_ranks() -> None:
     check(Case(70, 200, kinds=(*["zeros"] * 69, "special"), me=2))
 
 
-@given(cases(), st.booleans())
-@example(Case(3, 700), True)
+@given(cases(), st.booleans(), st.booleans())
+@example(Case(3, 700), True, False)
+@example(Case(3, 700, me=1), False, True)
 @settings(max_examples=10)
-def test_everything_may_return_of_a_selection(case: Case, flagged: bool) -> None:
-    up, down, me = case.selecting(0.1), case.down, case.me
+def test_one_phase_may_select(case: Case, flagged: bool, down_selects: bool) -> None:
+    """Everything returns of a selection, or a selection of everything."""
+    up, down = (case.up, case.answering(0.3)) if down_selects else (case.selecting(0.1), case.down)
+    me = case.me
     additions, entered = exchange(case, up)
     it, came = additions[me], arrived(entered, me)
     if flagged and case.ranks > 1:
@@ -248,10 +255,15 @@ def test_everything_may_return_of_a_selection(case: Case, flagged: bool) -> None
         assert close(found.magnitude, expected.magnitude, magnitude_of(additions))
 
 
-@given(st.integers(0, HEADER_BYTES - 1), st.integers(1, 255), st.sampled_from([0, 2]))
-@example(FINITE_AT, NON_FINITE, 2)
-@settings(max_examples=10)
-def test_a_changed_header_is_a_fault(place: int, other: int, source: int) -> None:
+@given(
+    st.integers(0, HEADER_BYTES - 1), st.integers(1, 255), st.sampled_from([0, 2]), st.booleans()
+)
+@example(FINITE_AT, NON_FINITE, 2, False)
+@example(FINITE_AT, NON_FINITE, 2, True)
+@settings(max_examples=9)
+def test_a_changed_header_is_a_fault(
+    place: int, other: int, source: int, down_selects: bool
+) -> None:
     """Only the flag of what is not finite may be another."""
     case = Case(3, 150, me=1)
     fault = (place, other) != (FINITE_AT, NON_FINITE)
@@ -260,7 +272,8 @@ def test_a_changed_header_is_a_fault(place: int, other: int, source: int) -> Non
     came = [one.clone() for one in arrived(entered, 1)]
     came[source][place] ^= other
     mine = replace(case.addition(1, DEVICE), scratch=additions[1].scratch.to(DEVICE, copy=True))
-    found = gpu.collect(mine, rows_of(came, up), up, down, 1, 0)
+    back = case.answering(0.3) if down_selects else down
+    found = gpu.collect(mine, rows_of(came, up), up, back, 1, 0)
     assert bool(found.fault) == fault
     assert not is_finite(found.message)
 

@@ -216,6 +216,16 @@ def read_tile(
     return values, kept, tl.sum(bits, axis=0)
 
 
+class Added(NamedTuple):
+    """What adding messages to a region tells, each ``[]``: whether all that came is finite, and
+    whether some is bad (bool), and by how much the region's magnitude fell (float64).
+    """
+
+    finite: Tensor
+    fault: Tensor
+    magnitude: Tensor
+
+
 class Arrived(NamedTuple):
     """Messages of which the places are known: what kernels get, and what is known of all."""
 

@@ -5,32 +5,19 @@ After the kernels of `_arrived`, a third one reads the values.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sparcel.kernels.gpu import _region
-from sparcel.kernels.gpu._arrived import add_fell, finite_at, read, read_tile
+from sparcel.kernels.gpu._arrived import Added, add_fell, finite_at, read, read_tile
 from sparcel.kernels.gpu._launch import launch
 from sparcel.kernels.gpu._region import WARPS, add_up, length_of, tile_of
-from sparcel.kernels.gpu._selected import take_own
 from sparcel.kernels.phase import Phase
 
 _OVERFLOWS = {torch.float32: 0x7F800000, torch.float16: 0x477FF000, torch.bfloat16: 0x7F7F8000}
 """The bits of the least magnitude that becomes infinite in a dtype."""
-
-
-class Added(NamedTuple):
-    """What `add` tells, each ``[]``: whether all that came is finite, and whether some is bad
-    (bool), and by how much the region's magnitude fell (float64).
-    """
-
-    finite: Tensor
-    fault: Tensor
-    magnitude: Tensor
 
 
 @triton.jit(
@@ -112,14 +99,6 @@ def add(x: Tensor, arrived: Tensor, up: Phase, rank: int) -> Added:
         SOURCES=triton.next_power_of_2(up.regions.ranks), num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return Added(*came.flags(), came.fell())
-
-
-def collect(
-    x: Tensor, arrived: Tensor, up: Phase, down: Phase, rank: int, step: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Add what others sent, and take out what all get: the message, the magnitude, the fault."""
-    added = add(x, arrived, up, rank)
-    return *take_own(x, down, rank, step, added.finite, added.magnitude), added.fault
 
 
 def deliver(

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparcel.kernels.addition import Addition
+from sparcel.kernels.gpu._arrived import Added
 from sparcel.kernels.gpu._bits import is_infinite, magnitude_bits
 from sparcel.kernels.gpu._compact import load_inside
 from sparcel.kernels.gpu._dense import begin_rows, check, read_tile, rows_from, write_tile
@@ -143,10 +144,23 @@ def _begin_collect(
     begin_rows(message, 0, 0, 1, region, bad, size, ranks, block_bits, begins, detail, BITS, GROUP)
 
 
+@triton.jit(do_not_specialize=["rank", "begins", "detail"])
+def _begin_add(
+    came, stride, finite, fault, parts, rank, size, ranks, block_bits, begins, detail,
+    BITS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    bad, wrong = check(
+        came, stride, rank, size, ranks, block_bits, begins, detail, True, BITS, GROUP
+    )  # fmt: skip
+    tl.store(finite, bad == 0)
+    tl.store(fault, wrong != 0)
+    _begin_parts(parts, 0.0)
+
+
 @triton.jit
 def _collect_tile(
     x, came, stride, message, rank, ranks, first, place, length, size,
-    WHOLE: tl.constexpr, ADDS: tl.constexpr, TILE: tl.constexpr,
+    WHOLE: tl.constexpr, ADDS: tl.constexpr, TAKES: tl.constexpr, TILE: tl.constexpr,
     UP_BITS: tl.constexpr, UP_GROUP: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, LOG_GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -159,14 +173,15 @@ def _collect_tile(
             after += read_tile(came + source * stride, place, length, TILE, UP_BITS, UP_GROUP)
     if not WHOLE:
         after = tl.where(at < size, after, 0.0)
-    after = write_tile(after, message, place, length, TILE, BITS, GROUP, LOG_GROUP)
+    if TAKES:
+        after = write_tile(after, message, place, length, TILE, BITS, GROUP, LOG_GROUP)
     return _keep(before, after, x, at, size, WHOLE, TILE)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def _collect(
     x, came, stride, message, parts, rank, size, ranks, block_bits,
-    ADDS: tl.constexpr, TILE: tl.constexpr,
+    ADDS: tl.constexpr, TAKES: tl.constexpr, TILE: tl.constexpr,
     UP_BITS: tl.constexpr, UP_GROUP: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, LOG_GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -177,12 +192,12 @@ def _collect(
     if first + TILE <= size:
         part = _collect_tile(
             x, came, stride, message, rank, ranks, first, place, length, size,
-            True, ADDS, TILE, UP_BITS, UP_GROUP, BITS, GROUP, LOG_GROUP,
+            True, ADDS, TAKES, TILE, UP_BITS, UP_GROUP, BITS, GROUP, LOG_GROUP,
         )  # fmt: skip
     else:
         part = _collect_tile(
             x, came, stride, message, rank, ranks, first, place, length, size,
-            False, ADDS, TILE, UP_BITS, UP_GROUP, BITS, GROUP, LOG_GROUP,
+            False, ADDS, TAKES, TILE, UP_BITS, UP_GROUP, BITS, GROUP, LOG_GROUP,
         )  # fmt: skip
     _add_up(parts, part)
 
@@ -261,6 +276,23 @@ def collect(
     return *_collected(x, arrived, up, down, rank, fault, x), fault
 
 
+def add(x: Tensor, arrived: Tensor, up: Phase, rank: int) -> Added:
+    """Add what others sent to the own region of ``x``, of which a selection is to travel."""
+    finite, fault = x.new_empty(2, dtype=torch.bool)
+    tile, programs = _tiles(up, up.regions.length(rank))
+    parts, stride, layout = _parts(x, programs), arrived.stride(0), layout_of(up)
+    launch(
+        _begin_add, 1, arrived, stride, finite, fault, parts, rank, *layout, *kind_of(up),
+        **_coding(up),
+    )  # fmt: skip
+    launch(
+        _collect, programs, x, arrived, stride, arrived, parts, rank, *layout,
+        ADDS=True, TAKES=False, TILE=tile, UP_BITS=up.bits, UP_GROUP=up.group,
+        LOG_GROUP=_log_group(up), **_coding(up), num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return Added(finite, fault, parts[0])
+
+
 def take_own(
     x: Tensor, down: Phase, rank: int, finite: Tensor, magnitude: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -297,7 +329,8 @@ def _collected(
     )  # fmt: skip
     launch(
         _collect, programs, x, came, stride, message, parts, rank, *layout,
-        TILE=tile, LOG_GROUP=_log_group(down), **constants, num_warps=WARPS, enable_fp_fusion=False,
+        TAKES=True, TILE=tile, LOG_GROUP=_log_group(down), **constants,
+        num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return message, parts[0]
 

@@ -35,16 +35,16 @@ def collect(
     rank: int,
     step: int,
 ) -> Collected:
-    known = up.group and down.group and (down.dense or not up.dense)
-    if not known or addition.entering is not None:
+    if not (up.group and down.group) or addition.entering is not None:
         return regions.collect(addition, arrived, up, down, rank, step)
     x, rows = addition.scratch, _rows(arrived)
-    if up.dense:
+    if up.dense and down.dense:
         return Collected(*_whole.collect(x, rows, up, down, rank))
-    if not down.dense:
-        return Collected(*_places.collect(x, rows, up, down, rank, step))
-    added = _places.add(x, rows, up, rank)
-    made = _whole.take_own(x, down, rank, added.finite, added.magnitude)
+    added = (_whole if up.dense else _places).add(x, rows, up, rank)
+    if down.dense:
+        made = _whole.take_own(x, down, rank, added.finite, added.magnitude)
+    else:
+        made = _selected.take_own(x, down, rank, step, added.finite, added.magnitude)
     return Collected(*made, added.fault)
 
 
