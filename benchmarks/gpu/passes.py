@@ -21,8 +21,15 @@ from sparcel.kernels import Addition, Regions
 from sparcel.regions import phase
 
 RANKS = 8
-DENSITIES = {"4 bits": (1.0, 1.0), "10 % and 30 %": (0.1, 0.3)}
-"""Shares of the coordinates that travel up, and down, in 4 bits."""
+Share = tuple[float, str]
+"""How much of the coordinates travels, and in which format."""
+EXCHANGES: dict[str, tuple[Share, Share]] = {
+    "4 bits": ((1.0, "packed:4"), (1.0, "packed:4")),
+    "4 and 6 bits": ((1.0, "packed:4"), (1.0, "packed:6")),
+    "8 bits": ((1.0, "packed:8"), (1.0, "packed:8")),
+    "10 % and 30 %": ((0.1, "packed:4"), (0.3, "packed:4")),
+}
+"""What travels up, and down."""
 SELECTED = 0.01
 _PERIOD = 1 << 24
 """Numbers that are drawn; longer vectors repeat them."""
@@ -67,11 +74,14 @@ class Exchange:
         self.returned = join(returned)
 
     @classmethod
-    def of(cls, memory: Tensor, gradient: Tensor, up: float, down: float) -> Exchange:
-        """Return an exchange of shares of a vector in 4 bits."""
-        size, format = memory.numel(), format_named("packed:4")
+    def of(cls, memory: Tensor, gradient: Tensor, name: str) -> Exchange:
+        """Return one of the exchanges of a vector."""
+        size = memory.numel()
         regions = Regions.of(size, RANKS)
-        phases = (phase(regions, ((size, one),), format, torch.float32) for one in (up, down))
+        phases = (
+            phase(regions, ((size, density),), format_named(format), torch.float32)
+            for density, format in EXCHANGES[name]
+        )
         scratch, out = torch.empty_like(memory), torch.empty_like(memory)
         return cls(Addition(memory, gradient, scratch), out, *phases)
 
@@ -112,21 +122,21 @@ def _cut(message: Tensor) -> Tensor:
     return near[: message_length(near[:HEADER_BYTES])]
 
 
-def check(memory: Tensor, gradient: Tensor, up: float, down: float) -> None:
+def check(memory: Tensor, gradient: Tensor, name: str) -> None:
     """Check that the passes have the bits of the CPU's."""
-    found = Exchange.of(memory, gradient, up, down).results()
-    expected = Exchange.of(device.read(memory), device.read(gradient), up, down).results()
+    found = Exchange.of(memory, gradient, name).results()
+    expected = Exchange.of(device.read(memory), device.read(gradient), name).results()
     for what, parts in found.items():
         same = all(
             torch.equal(one.view(torch.uint8), other.view(torch.uint8))
             for one, other in zip(parts, expected[what], strict=True)
         )
-        expect(same, f"{what} of {up:.0%} and {down:.0%} have the bits of the CPU's")
+        expect(same, f"{what} of {name} have the bits of the CPU's")
 
 
-def calls(memory: Tensor, gradient: Tensor, up: float, down: float) -> dict[str, Call]:
+def calls(memory: Tensor, gradient: Tensor, name: str) -> dict[str, Call]:
     """Return the passes, one by one and all together."""
-    exchange = Exchange.of(memory, gradient, up, down)
+    exchange = Exchange.of(memory, gradient, name)
     return {one: getattr(exchange, one) for one in ("enter", "collect", "deliver", "all")}
 
 
@@ -151,10 +161,10 @@ def measure(size: int, place: torch.device, repeats: int, checked: bool) -> Iter
     """
     memory, gradient = vector(size, place, 0), vector(size, place, 1)
     groups = {"": partial(others, memory, gradient)}
-    for name, shares in DENSITIES.items():
+    for name in EXCHANGES:
         if checked:
-            check(memory, gradient, *shares)
-        groups[f", {name}"] = partial(calls, memory, gradient, *shares)
+            check(memory, gradient, name)
+        groups[f", {name}"] = partial(calls, memory, gradient, name)
     for name, make in groups.items():
         about: Row = {"size": size, "call": f"what follows{name}"}
         try:
