@@ -139,19 +139,14 @@ def _eights(codes, BITS: tl.constexpr):
 
 @triton.jit
 def _bytes_of(eight, bytes, BITS: tl.constexpr):
-    """Return where the bytes of 8 codes each are, ``[n, 8]``, and which of them exist."""
-    lane = tl.arange(0, 8)[None, :]
+    """Return where the bytes of 8 codes each are, which of them exist, and where their bits begin.
+
+    There are ``BITS`` of them, in the lanes of a power of two ``[n, 2, 4 or 8]``.
+    """
+    LANES: tl.constexpr = 2 if BITS == 2 else 4 if BITS <= 4 else 8
+    lane = tl.arange(0, LANES)[None, :]
     place = eight[:, None] * BITS + lane
-    return place, (lane < BITS) & (place < bytes)
-
-
-@triton.jit
-def _byte_shifts(BITS: tl.constexpr):
-    """Return where the bytes of 8 codes begin, ``[1, 8]``, none beyond the number's end."""
-    shift = tl.arange(0, 8) * 8
-    if BITS <= 4:
-        shift = tl.minimum(shift, 24)
-    return shift[None, :]
+    return place, (lane < BITS) & (place < bytes), 8 * lane
 
 
 @triton.jit
@@ -168,8 +163,8 @@ def store_codes(codes, eight, bytes, code, BITS: tl.constexpr, PADDED: tl.conste
         to = _eights(codes, BITS)
         tl.store(to + eight, joined.to(to.dtype.element_ty), mask=eight * BITS < bytes)
     else:
-        place, inside = _bytes_of(eight, bytes, BITS)
-        tl.store(codes + place, (joined[:, None] >> _byte_shifts(BITS)).to(tl.uint8), mask=inside)
+        place, inside, first = _bytes_of(eight, bytes, BITS)
+        tl.store(codes + place, (joined[:, None] >> first).to(tl.uint8), mask=inside)
 
 
 @triton.jit
@@ -182,9 +177,9 @@ def load_codes(
         found = tl.load(_eights(codes, BITS) + eight, mask=eight * BITS < bytes, other=0)
         joined = found.to(tl.int32) if BITS <= 4 else found
     else:
-        place, inside = _bytes_of(eight, bytes, BITS)
+        place, inside, first = _bytes_of(eight, bytes, BITS)
         found = _wide(tl.load(codes + place, mask=inside, other=0).to(tl.int32), BITS)
-        joined = tl.sum(found << _byte_shifts(BITS), axis=1)
+        joined = tl.sum(found << first, axis=1)
     shift = (tl.arange(0, 8) * BITS)[None, :]
     code = (tl.reshape(joined, [joined.numel, 1]) >> shift) & (2**BITS - 1)
     return tl.reshape(code.to(tl.int32), [ROWS, WIDTH])
