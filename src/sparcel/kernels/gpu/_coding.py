@@ -168,6 +168,19 @@ def store_codes(codes, eight, bytes, code, BITS: tl.constexpr, PADDED: tl.conste
 
 
 @triton.jit
+def _two_words(codes, eight, bytes, BITS: tl.constexpr):
+    """Return 8 codes each, of the two words of 8 bytes in which they lie, as uint64."""
+    words = codes.to(tl.pointer_type(tl.uint64), bitcast=True)
+    first = eight * BITS
+    word, shift = first >> 3, (first & 7) << 3
+    lower = tl.load(words + word, mask=first < bytes, other=0)
+    goes_on = (shift + 8 * BITS > 64) & ((word + 1) << 3 < bytes)
+    upper = tl.load(words + word + 1, mask=goes_on, other=0)
+    # In two steps, because a shift by all 64 bits is undefined.
+    return (lower >> shift.to(tl.uint64)) | (upper << 1 << (63 - shift).to(tl.uint64))
+
+
+@triton.jit
 def load_codes(
     codes, eight, bytes, BITS: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -176,6 +189,8 @@ def load_codes(
     if PADDED and 8 % BITS == 0:
         found = tl.load(_eights(codes, BITS) + eight, mask=eight * BITS < bytes, other=0)
         joined = found.to(tl.int32) if BITS <= 4 else found
+    elif PADDED:
+        joined = _two_words(codes, eight, bytes, BITS)
     else:
         place, inside, first = _bytes_of(eight, bytes, BITS)
         found = _wide(tl.load(codes + place, mask=inside, other=0).to(tl.int32), BITS)
