@@ -31,7 +31,7 @@ import sparcel
 from benchmarks import machine, record
 from benchmarks.gpu.tables import BEFORE
 from sparcel.comm import Communicator
-from sparcel.schemes import Scheme
+from sparcel.schemes import SPARSER, Scheme
 from sparcel.training import Averager
 from tests import nccl
 from tests.card import Launches, launches, moved, on_card
@@ -47,7 +47,7 @@ STEPS = 2
 
 SCHEMES: dict[str, Callable[[], Scheme]] = {
     "default": sparcel.scheme,
-    "everything in 4 bits": partial(sparcel.scheme, density=1),
+    "10 %": partial(sparcel.scheme, **SPARSER),
     "topk 1 %": partial(sparcel.scheme, "topk", density=0.01),
 }
 CARRIERS = ("host", "nccl")

@@ -24,8 +24,8 @@ RANKS = 8
 Share = tuple[float, str]
 """How much of the coordinates travels, and in which format."""
 EXCHANGES: dict[str, tuple[Share, Share]] = {
+    "5 bits": ((1.0, "packed:5"), (1.0, "packed:5")),
     "4 bits": ((1.0, "packed:4"), (1.0, "packed:4")),
-    "4 and 6 bits": ((1.0, "packed:4"), (1.0, "packed:6")),
     "8 bits": ((1.0, "packed:8"), (1.0, "packed:8")),
     "10 % and 30 %": ((0.1, "packed:4"), (0.3, "packed:4")),
 }

@@ -29,6 +29,7 @@ import sparcel
 from benchmarks.gpu.clock import work_of
 from benchmarks.gpu.passes import Row, expect
 from sparcel import device
+from sparcel.schemes import SPARSER
 
 WARM_UP_STEPS = 4
 """DDP lays out its buckets anew after the first, and PowerSGD begins in the third."""
@@ -80,13 +81,13 @@ def powersgd(model: Model, optimizer: Optimizer) -> None:
 
 
 def ours(model: Model, optimizer: Optimizer, name: str | None = None, **settings: Any) -> Any:
-    # By default the first 127 steps send everything.
+    # At 10 % the first 127 steps send everything.
     return sparcel.attach(model, name, optimizer=optimizer, frontload=False, **settings)
 
 
 OURS: dict[str, Callable[..., Any]] = {
     "default": ours,
-    "everything in 4 bits": partial(ours, density=1),
+    "10 %": partial(ours, **SPARSER),
     "topk 1 %": partial(ours, name="topk", density=0.01),
 }
 BY_HOST: dict[str, Attach] = {"DDP": alone, "DDP bf16": bf16, "PowerSGD 4": powersgd, **OURS}

@@ -28,8 +28,11 @@ BEFORE = "958b5150"
 CARD = "gpu_nvidia_h100_80gb_hbm3"
 RANKS, GBITS = 8, (10, 25, 100)
 """What the computed table is for."""
-SHARES = {"default": (0.1, 0.3), "`density=1`": (1.0, 1.0)}
-"""How much of a vector goes up, and comes down, in 4 bits."""
+TRAVELS = {
+    "default": ((1.0, 1.0), "packed:5"),
+    "10 %": ((0.1, 0.3), "packed:4"),
+}
+"""How much of a vector goes up, and comes down, and how."""
 WIDTH, LAYERS, LOW_RANK = 2048, 6, 4
 """The MLP that `measure` trains, and the rank of PowerSGD."""
 SIZE = LAYERS * WIDTH * (WIDTH + 1)
@@ -38,14 +41,15 @@ METHODS = {
     "DDP": "DDP",
     "DDP bf16": "DDP, bfloat16",
     "PowerSGD 4": "PowerSGD, rank 4",
-    "sparcel": "sparcel's default",
+    "sparcel": "sparcel, 10 %",
     "topk 1 %": "`topk`, 1 %",
 }
 """What the record of the card calls methods, and what the page does."""
 
 COPY_MS = 0.051
-PASSES_MS = {"default": 0.340, "`density=1`": 0.122}
-"""Of 25 million coordinates on an H200, by prototypes that are not sparcel's code, 2026-11-27."""
+PASSES_MS = {"default": 0.122, "10 %": 0.340}
+"""Of 25 million coordinates on an H200, by prototypes that are not sparcel's code, 2026-11-27; all
+in 4 bits."""
 
 Row = dict[str, Any]
 
@@ -108,7 +112,7 @@ def choices() -> list[Choice]:
         # Two conversions, of 6 bytes a coordinate each, where a copy has 8.
         Choice("DDP, bfloat16", ring_bytes(2 * SIZE, RANKS), 1.5 * COPY_MS),
         Choice("PowerSGD, rank 4", ring_bytes(4 * low_rank, RANKS), powersgd_ms()),
-        *(Choice(name, bytes_by_regions(*SHARES[name]), ms) for name, ms in PASSES_MS.items()),
+        *(Choice(name, bytes_by_regions(*TRAVELS[name]), ms) for name, ms in PASSES_MS.items()),
     ]
 
 
@@ -118,9 +122,10 @@ def powersgd_ms() -> float:
     return float(ms["PowerSGD 4"] - ms["DDP"])
 
 
-def bytes_by_regions(up: float, down: float) -> float:
+def bytes_by_regions(shares: tuple[float, float], format: str) -> float:
     """Return the bytes that a rank sends where these shares travel by regions."""
-    problem = Problem(SIZE, round(up * SIZE), RANKS, format=format_named("packed:4"))
+    up, down = shares
+    problem = Problem(SIZE, round(up * SIZE), RANKS, format=format_named(format))
     return count(lambda one: stages(one, round(down * SIZE)), problem).bytes_sent
 
 
@@ -135,10 +140,11 @@ def computed() -> Iterator[str]:
 
 def room() -> dict[str, float]:
     """Return how much memory the messages of a bucket take, in bytes a coordinate."""
-    regions, format = Regions.of(SIZE, RANKS), format_named("packed:4")
-    found = {}
-    for name, shares in SHARES.items():
-        up, down = (phase(regions, ((SIZE, one),), format, torch.float32) for one in shares)
+    regions, found = Regions.of(SIZE, RANKS), {}
+    for name, (shares, format) in TRAVELS.items():
+        up, down = (
+            phase(regions, ((SIZE, one),), format_named(format), torch.float32) for one in shares
+        )
         # What goes up and what arrives, each with the own part's place, and what comes down.
         found[name] = RANKS * (2 * max(up.bounds) + max(down.bounds)) / SIZE
     return found

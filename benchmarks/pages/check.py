@@ -21,7 +21,7 @@ from benchmarks.record import shown_of
 from benchmarks.rules import rule_of
 from sparcel.bench.report import tables
 from sparcel.bench.results import Results
-from sparcel.plan.recorded import RECORDED
+from sparcel.plan.recorded import OWN, RECORDED
 from sparcel.schemes import DEFAULT, RECOMMENDED
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ PROCESSOR = {
     "float32": "gloo float32",
     "bfloat16": "gloo bfloat16",
     "the default": "default",
-    "everything in 4 bits": "all, 4 bits",
+    "10 %": "10 %, packed:4",
     "`scalecom`": "scalecom 10 %, packed:4",
 }
 """What docs/how-to/choose.md calls rows of the record of processor time."""
@@ -48,7 +48,6 @@ PROCESSOR = {
 DEFAULT_IN = {
     "demo_accuracy_digits": None,
     "demo_digits": None,
-    "fsdp_training": "sparcel's default",
     "lab_training": "sparcel",
     "tutorial": "sparcel",
 }
@@ -61,7 +60,7 @@ NO_COMMIT = (
 """Records that tell no commit: of times, where the page that shows one says what is older, and of a
 prototype."""
 
-COUNTED = "everything in 4 bits", "nccl"
+COUNTED = "default", "nccl"
 """A method and its carrier that are counted anew; narrower layers change no number."""
 
 NO_RECORD = "fill_in.svg"
@@ -204,7 +203,7 @@ def trainings() -> Faults:
             *lab.trainings_table(lab.lab_rows()),
         ],
     )
-    more = {name: one.perplexity for name, one in RECORDED.items() if one.density == 0.01}
+    more = {name: one.perplexity for name, one in RECORDED.items() if name not in OWN}
     several = [more[name] for name, one in RECORDED.items() if name in more and one.seeds == 3]
     yield from without(
         "docs/explanation/why.md",
@@ -316,8 +315,8 @@ def gpu() -> Faults:
     tables: Any = importlib.import_module("benchmarks.gpu.tables")
     page = "docs/how-to/gpu.md"
     yield from absent(page, tables.all_tables(), at_least=15)
-    whole, selected = tables.room()["`density=1`"], tables.room()["default"]
-    sentence = f"{selected:.1f} bytes for each of its parameters for messages, {whole:.1f} with"
+    whole, selected = tables.room()["default"], tables.room()["10 %"]
+    sentence = f"{whole:.1f} bytes for each of its parameters for messages, {selected:.1f} at 10 %"
     yield from without(page, sentence)
     counts: Any = importlib.import_module("benchmarks.gpu.counts")
     for row in recorded("gpu_counts")["rows"]:

@@ -8,7 +8,7 @@ from benchmarks.pages.tables import table
 from sparcel import units
 from sparcel.cost import stated_rates
 from sparcel.plan import PlannedStep, model_of, plan
-from sparcel.plan.recorded import UNNAMED
+from sparcel.plan.recorded import AT_10_PER_CENT, UNNAMED
 
 CLUSTERS = (
     *(("resnet50", "120ms", 4, 1), ("resnet50", "120ms", 8, 1), ("resnet50", "120ms", 32, 1)),
@@ -45,7 +45,7 @@ def _row(name: str, compute: str, nodes: int, each: int) -> Iterator[str]:
         made = plan(
             model, compute_s=units.seconds(compute), density=DENSITY, rates=rates, steps=STEPS
         )
-        (default,) = (row for row in made.rows if row.method == UNNAMED)
+        default = next(row for row in made.rows if row.method.startswith(UNNAMED))
         if made.instead is not None:
             yield ", ".join(_times(made.best_dense, row) for row in (made.instead, default))
         elif made.advised is made.best_dense:
@@ -58,7 +58,7 @@ def _row(name: str, compute: str, nodes: int, each: int) -> Iterator[str]:
 
 
 def _times(dense: PlannedStep, row: PlannedStep) -> str:
-    name = "default" if row.method == UNNAMED else row.method
+    name = row.method.replace(UNNAMED, "default").replace(AT_10_PER_CENT, "10 %")
     name = name if row.every == 1 else f"outer/{row.every}"
     times = dense.to_loss / row.to_loss
     return f"{name} {times:.{0 if times >= 20 else 1}f}×"

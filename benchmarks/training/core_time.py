@@ -24,20 +24,20 @@ from statistics import mean, median
 
 import torch
 
-import sparcel
 from benchmarks.clock import Clock
 from benchmarks.machine import itself, machine
 from benchmarks.record import Row, show, write
 from sparcel import scheme, units
 from sparcel.bench.engines import BenchEngine, connected
 from sparcel.lab import Link, Workers, open_network, parse_rate
-from sparcel.schemes import Scheme
+from sparcel.schemes import SPARSER, Scheme
 
 WARM_UP, GRADIENTS = 12, 3
 """Steps before the first turn, in which memories fill up; gradients that take turns."""
 
 SCHEMES: dict[str, Callable[[], Scheme]] = {
-    "default": lambda: sparcel.scheme(),
+    "default": scheme,
+    "10 %, packed:4": partial(scheme, **SPARSER),
     "oktopk 10 %, packed:4": partial(scheme, "oktopk", density=0.1, format="packed:4"),
     "topk 10 %, packed:4": partial(scheme, "topk", density=0.1, format="packed:4"),
     "gtopk 10 %, packed:4": partial(scheme, "gtopk", density=0.1, format="packed:4"),

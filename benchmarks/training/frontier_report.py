@@ -26,7 +26,9 @@ from benchmarks.pages.tables import (
 from benchmarks.record import Row, shown_of
 from benchmarks.training.tasks import TASKS
 
-DEFAULT = "bidirectional,0.1,packed:4,front"
+DEFAULT = "bidirectional,1,packed:5/5,still"
+WITH_MUON = "bidirectional,1,packed:8/8,still"
+SPARSER = "bidirectional,0.1,packed:4,front"
 FOUR_BITS = "bidirectional,1,raw:4"
 MODELS = {
     "words": "transformer, AdamW",
@@ -36,6 +38,8 @@ MODELS = {
     "speech": "CNN, SGD",
     "articles": "transformer, AdamW",
     "news": "transformer, AdamW",
+    "code": "transformer, AdamW",
+    "code, Muon": "transformer, Muon",
     "reviews": "transformer, Muon",
 }
 """What is trained on each task, and by which optimiser."""
@@ -45,17 +49,19 @@ CHOSEN = {
     "powersgd,4": "torch's PowerSGD, rank 4",
     "powersgd,8": "torch's PowerSGD, rank 8",
     DEFAULT: "`attach`'s default",
-    FOUR_BITS: "`attach(model, density=1)`",
+    WITH_MUON: "`attach`'s default for Muon",
+    FOUR_BITS: "everything in 4 bits, up and down",
+    SPARSER: "`attach` at 10 %",
     "scalecom,0.1,packed:4,front": "`scalecom`, 10 %, `packed:4`",
 }
 """What users choose among, with labels."""
 
 BY_BITS = {
-    DEFAULT: "10 %, and 30 % of the sums back, in 4 bits",
+    SPARSER: "10 %, and 30 % of the sums back, in 4 bits",
     FOUR_BITS: "all in 4 bits",
     "bidirectional,1,packed:4/6,still": "all in 4 bits, 6 back",
     "bidirectional,1,packed:4/8,still": "all in 4 bits, 8 back",
-    **{f"bidirectional,1,packed:{n}/{n},still": f"all in {n} bits" for n in (6, 7, 8)},
+    **{f"bidirectional,1,packed:{n}/{n},still": f"all in {n} bits" for n in (5, 6, 7, 8)},
     "bf16": "torch's `bf16` hook",
     "powersgd,4": "torch's PowerSGD, rank 4",
 }
@@ -66,6 +72,7 @@ DRAWN = {
     "bf16": ("bfloat16", "s", ROUNDED),
     DEFAULT: ("sparcel's default", "o", SPARCEL),
     FOUR_BITS: ("sparcel, everything in 4 bits", "^", SPARCEL),
+    SPARSER: ("sparcel, 10 %", "D", SPARCEL),
     "scalecom,0.1,packed:4,front": ("scalecom, 10 %", "v", SPARCEL),
 }
 """Labels, markers and colours of the figure's runs."""
@@ -111,7 +118,8 @@ def default_table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _beside(rows: Sequence[Row], task: str) -> Iterator[str]:
-    base, found = (usual_of(rows, run, task) for run in ("dense", DEFAULT))
+    run = WITH_MUON if TASKS[task].optimizer == "Muon" else DEFAULT
+    base, found = (usual_of(rows, one, task) for one in ("dense", run))
     points, more = _over_dense(found, dense_of(rows))
     losses = [row["loss"] for row in base]
     yield from (f"{mean(losses):.4f}", f"{max(losses) - min(losses):.4f}")
@@ -125,7 +133,7 @@ def other_settings_table(rows: Sequence[Row]) -> Iterator[str]:
     shown: dict[tuple[Setting, str], list[Row]] = {}
     for row in sorted(rows, key=lambda row: (row["task"], *_order(row))):
         usual = row["task"], 8, TASKS[row["task"]].steps
-        other = setting_of(row) != usual or row["run"] not in (DEFAULT, FOUR_BITS)
+        other = setting_of(row) != usual or row["run"] not in CHOSEN
         if other and row["run"].startswith("bidirectional"):
             shown.setdefault((setting_of(row), row["run"]), []).append(row)
     columns = "task", "method", "ranks", "steps", "bytes", "accuracy", "perplexity"
@@ -162,15 +170,27 @@ def search_table(rows: Sequence[Row]) -> Iterator[str]:
 def chosen_table(rows: Sequence[Row]) -> Iterator[str]:
     """Return the lines of what users choose among: bytes and losses."""
     tasks = "words", "characters", "articles", "reviews", "news", "images"
-    cells = ([label, *_ends(rows, run, tasks)] for run, label in CHOSEN.items())
-    return table(("method", "bytes of words", *tasks), cells)
+    cells = ([label, *_ends(rows, run, tasks, tasks)] for run, label in CHOSEN.items())
+    return table(("method", "bytes", *tasks), cells)
 
 
 def bits_table(rows: Sequence[Row]) -> Iterator[str]:
     """Return the lines of what bits of values are worth, where Muon trains and where AdamW does."""
     tasks = "reviews", "code, Muon", "code"
-    cells = ([label, *_ends(rows, run, tasks, tasks)] for run, label in BY_BITS.items())
-    return table(("what travels", "bytes", "reviews, Muon", "code, Muon", "code, AdamW"), cells)
+    cells = (
+        [label, share, _owed(rows, run), *ends]
+        for run, label in BY_BITS.items()
+        for share, *ends in [_ends(rows, run, tasks, tasks)]
+    )
+    columns = "what travels", "bytes", "owed", "reviews, Muon", "code, Muon", "code, AdamW"
+    return table(columns, cells)
+
+
+def _owed(rows: Sequence[Row], run: str) -> str:
+    """Return the energy of what ranks owe together after a step of `code`, of the gradient's."""
+    of_code = [*usual_of(rows, run, "code"), *usual_of(rows, run, "code, Muon")]
+    found = [row["owed"] for row in of_code if "owed" in row]
+    return f"{100 * mean(found):.2g} %" if found else ""
 
 
 def size_table(rows: Sequence[Row]) -> Iterator[str]:

@@ -24,7 +24,7 @@ from sparcel.comm import ring_bytes
 from sparcel.cost import Problem, count, default_rates
 from sparcel.memory import Range
 from sparcel.rates import Rates
-from sparcel.schemes import DEFAULT, RECOMMENDED, Settings, stages_of
+from sparcel.schemes import DEFAULT, SPARSER, Settings, stages_of
 from sparcel.schemes.density import count_for
 from sparcel.stages import Stage, Stages, gather_stages
 from sparcel.training import Averager, Shard, stays_dense
@@ -63,14 +63,14 @@ class Method:
 
 
 HALF = torch.bfloat16
-ALONE, ALONE_HALF, HSDP, HSDP_HALF, TOPK, PACKED, RECOMMENDATION = (
+ALONE, ALONE_HALF, HSDP, HSDP_HALF, TOPK, PACKED, AT_10 = (
     "no exchange",
     "no exchange, bfloat16",
     "HSDP float32",
     "HSDP bfloat16",
     "topk 1 %",
     "topk 1 %, packed:4",
-    "sparcel's default",
+    "sparcel, 10 %",
 )
 METHODS = {
     ALONE: Method(),
@@ -80,7 +80,7 @@ METHODS = {
     TOPK: Method(scheme="topk", settings={"density": 0.01}),
     f"{TOPK}, bfloat16": Method(dtype=HALF, scheme="topk", settings={"density": 0.01}),
     PACKED: Method(scheme="topk", settings={"density": 0.01, "format": "packed:4"}),
-    RECOMMENDATION: Method(scheme=DEFAULT, settings=RECOMMENDED),
+    AT_10: Method(scheme=DEFAULT, settings=SPARSER),
 }
 
 

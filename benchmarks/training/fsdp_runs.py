@@ -22,11 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from benchmarks.record import Row, rows_of
 from benchmarks.training.fsdp_model import (
     ALONE,
+    AT_10,
     HSDP,
     HSDP_HALF,
     LR,
     METHODS,
-    RECOMMENDATION,
     TOPK,
     Replica,
     Shape,
@@ -36,8 +36,8 @@ from benchmarks.training.fsdp_model import (
 )
 from benchmarks.training.tasks import TASKS, Split, Task, batches, loss_of
 
-IN_MEMORY = (ALONE, HSDP_HALF, TOPK, RECOMMENDATION)
-TRAINED = (HSDP, HSDP_HALF, TOPK, RECOMMENDATION)
+IN_MEMORY = (ALONE, HSDP_HALF, TOPK, AT_10)
+TRAINED = (HSDP, HSDP_HALF, TOPK, AT_10)
 SEEDS = (0, 1, 2)
 LAST = 20
 WINDOWS = 512

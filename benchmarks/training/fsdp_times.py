@@ -20,11 +20,11 @@ from benchmarks.record import Row
 from benchmarks.training.fsdp_model import (
     ALONE,
     ALONE_HALF,
+    AT_10,
     HSDP,
     HSDP_HALF,
     METHODS,
     PACKED,
-    RECOMMENDATION,
     TOPK,
     Method,
     Replica,
@@ -38,7 +38,7 @@ from benchmarks.training.fsdp_model import (
 )
 from sparcel.comm import resolve
 
-EXCHANGED = (HSDP, HSDP_HALF, TOPK, PACKED, RECOMMENDATION)
+EXCHANGED = (HSDP, HSDP_HALF, TOPK, PACKED, AT_10)
 GRADIENTS = 3
 """Of how many steps gradients are exchanged by themselves, over and over."""
 

@@ -25,13 +25,15 @@ FRONT = "medium words"
 DRAWN = {
     "PowerSGD 4": ("PowerSGD", POWERSGD),
     "sparcel": ("sparcel", SPARCEL),
+    "sparcel 10 %": ("sparcel at 10 %", SPARCEL),
     "bf16": ("bfloat16", ROUNDED),
 }
 """Names and colours of the methods in figures."""
 
 BESIDE_CURVES: dict[str, tuple[Row, Row]] = {
     "PowerSGD": ({"xytext": (4, 4)}, {"xytext": (9, -14)}),
-    "sparcel": (
+    "sparcel": ({"xytext": (4, 4)}, {"xytext": (9, 4)}),
+    "sparcel at 10 %": (
         {"xytext": (-5, 2), "ha": "right"},
         {"xytext": (0, -15), "va": "top", "ha": "center"},
     ),
@@ -131,8 +133,8 @@ def front_sentence(rows: Sequence[Row]) -> str:
     """Return what pages say that show the front page's picture."""
     told = {DRAWN[row["method"]][0]: text for row, text in _front(rows)[1]}
     return (
-        f"Beside plain DDP's perplexity, sparcel {told['sparcel']}, bfloat16 {told['bfloat16']},"
-        f" and PowerSGD {told['PowerSGD']}."
+        f"Beside plain DDP's perplexity, sparcel {told['sparcel']}, at 10 %"
+        f" {told['sparcel at 10 %']}, bfloat16 {told['bfloat16']}, and PowerSGD {told['PowerSGD']}."
     )
 
 

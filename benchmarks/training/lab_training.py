@@ -7,10 +7,10 @@ Run it in each rank of an emulated cluster:
 
 ``DATA`` holds the folders of the tasks. The methods train one after the other, from the same start
 and on the same batches: DistributedDataParallel alone, with hooks of torch, and with sparcel as
-`sparcel.attach` does it if no method is named. The time of a step contains all that a user waits
-for: the batch, both passes, the exchange and the optimiser; ``step_s`` is the median of the second
-half of a training, after those steps that send more. In that half rank 0 evaluates the model every
-now and then, while the clock stands. Trainings that the output has are not repeated.
+`sparcel.attach` does it if no method is named, and at 10 %. The time of a step contains all that a
+user waits for: the batch, both passes, the exchange and the optimiser; ``step_s`` is the median of
+the second half of a training, after those steps that send more. In that half rank 0 evaluates the
+model every now and then, while the clock stands. Trainings that the output has are not repeated.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from benchmarks.record import Row, left_of, origin_of, write
 from benchmarks.training.peers import register
 from benchmarks.training.task_training import Method, Run, evaluate
 from benchmarks.training.tasks import TASKS, batches, loss_of
+from sparcel.schemes import SPARSER, Settings
 
 POINTS = 50
 HELD_OUT = 20
@@ -43,7 +44,10 @@ HOOKS = {"DDP": None, "bf16": "bf16", "PowerSGD 4": "powersgd,4"}
 ONE_BUCKET = {"bucket_cap_mb": 1000}
 """For PowerSGD: with several buckets, its collectives over Gloo interleave differently on ranks."""
 
-METHODS = (*HOOKS, "sparcel")
+SETTINGS: dict[str, Settings] = {"sparcel": {}, "sparcel 10 %": SPARSER}
+"""What `sparcel.attach` is told, by the methods' labels."""
+
+METHODS = (*HOOKS, *SETTINGS)
 
 
 def trained(arguments: argparse.Namespace, label: str) -> Row:
@@ -54,8 +58,8 @@ def trained(arguments: argparse.Namespace, label: str) -> Row:
     handle, hook = None, HOOKS.get(label)
     buckets = ONE_BUCKET if label.startswith("PowerSGD") else {}
     model = DistributedDataParallel(run.model, gradient_as_bucket_view=True, **buckets)
-    if label == "sparcel":
-        handle = sparcel.attach(model, optimizer=run.optimizers[0])
+    if label in SETTINGS:
+        handle = sparcel.attach(model, optimizer=run.optimizers[0], **SETTINGS[label])
     share = register(model, hook, task.steps) if hook else lambda: 1.0
     rank, ranks, split = dist.get_rank(), dist.get_world_size(), run.split
     windows = replace(split, x_test=split.x_test[:WINDOWS], y_test=split.y_test[:WINDOWS])

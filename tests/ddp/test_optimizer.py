@@ -115,7 +115,7 @@ def scheme_by_optimizers(comm: Communicator) -> list[str]:
 
 
 def test_all_goes_in_8_bits_where_muon_trains_and_no_scheme_is_named(run_on: Any) -> None:
-    usual = "Bidirectional(density=0.1, format='packed:4')"
+    usual = str(sparcel.scheme())
     whole = "Bidirectional(density=1.0, format='packed:8')"
     expected = [whole, whole, usual, usual, "TopK(density=0.01)"]
     assert run_on(2, scheme_by_optimizers) == [expected] * 2

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparcel.comm import Communicator
-from sparcel.schemes import Hierarchical, Scheme
+from sparcel.schemes import SPARSER, Hierarchical, Scheme
 from tests.ddp.models import SHAPES, Linear, known_gradient, observe, residuals_of
 from tests.evenly import attach_evenly
 from tests.schemes.test_on_card import ALL
@@ -29,9 +29,9 @@ SAMPLED = {
 SAMPLED_BUCKETS = {"bucket_cap_mb": 1.8}
 """Splits `SAMPLED` into buckets."""
 
-RECOMMENDED: dict[str, Any] = {}
+SELECTING: dict[str, Any] = {**SPARSER}
 TOPK = {"scheme_or_name": "topk", "density": 0.05}
-METHODS = {"recommended": RECOMMENDED, "topk": TOPK}
+METHODS = {"selecting": SELECTING, "topk": TOPK}
 methods = pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
 
 

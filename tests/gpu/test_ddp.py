@@ -16,9 +16,9 @@ from tests.ddp.models import LARGE, MANY_BUCKETS
 from tests.evenly import attach_evenly
 from tests.gpu.cuda import GPU, delay, needs_gpu, no_waits
 from tests.gpu.models import (
-    RECOMMENDED,
     SAMPLED,
     SAMPLED_BUCKETS,
+    SELECTING,
     TOPK,
     Springs,
     Trained,
@@ -161,8 +161,8 @@ OPTIMIZERS = {
     "AdamW": partial(torch.optim.AdamW, lr=0.01),
 }
 TRAINED = {
-    "as it is": (sparcel.attach, RECOMMENDED),
-    "recommended": (attach_evenly, RECOMMENDED),
+    "as it is": (sparcel.attach, {}),
+    "selecting": (attach_evenly, SELECTING),
     "topk": (attach_evenly, TOPK),
 }
 
@@ -217,8 +217,8 @@ def steady(comm: Communicator, method: dict[str, Any]) -> frozenset[str]:
     return handle.sparse
 
 
-@pytest.mark.parametrize("scheme", ["recommended", "topk", "gtopk", "scalecom", "dense"])
+@pytest.mark.parametrize("scheme", ["selecting", "topk", "gtopk", "scalecom", "dense"])
 def test_no_step_waits_but_for_what_it_reads(run_on: Any, scheme: str) -> None:
-    method = RECOMMENDED if scheme == "recommended" else {"scheme_or_name": scheme}
+    method = SELECTING if scheme == "selecting" else {"scheme_or_name": scheme}
     sparse = frozenset() if scheme == "dense" else frozenset(LARGE)
     assert run_on(2, steady, method) == [sparse] * 2

@@ -7,18 +7,41 @@ import pytest
 
 from benchmarks.record import RESULTS, rows_of
 from benchmarks.rules import is_todays
+from benchmarks.training.frontier_report import all_rows, usual_of
 from benchmarks.training.step_factors import step_factors
 from sparcel.plan.planner import SPARSE
-from sparcel.plan.recorded import RANKS, RECORDED, STEPS, TASKS, UNNAMED
-from sparcel.schemes import DEFAULT, ON_NODES, RECOMMENDED, SEND_ALL
+from sparcel.plan.recorded import MUON_TASK, OWN, RANKS, RECORDED, STEPS, TASKS, UNNAMED, WITH_MUON
+from sparcel.schemes import ON_NODES, SEND_ALL, UNDER_MUON, Settings
 
-FRONTIER = f"{DEFAULT},{RECOMMENDED['density']},{RECOMMENDED['format']},front"
-NAMES = {"hitopk": "hitopk 2×4", UNNAMED: FRONTIER}
+
+def run_of(settings: Settings) -> str:
+    """Return what the record calls trainings with such settings."""
+    density, format = settings["density"], settings["format"]
+    if density < 1:
+        return f"bidirectional,{density},{format},front"
+    return f"bidirectional,1,{format}/{format.rpartition(':')[2]},still"
+
+
+NAMES = {"hitopk": "hitopk 2×4"} | {name: run_of(settings) for name, settings in OWN.items()}
 """What the records call the methods."""
 
 
 def test_every_method_that_a_plan_may_recommend_is_recorded():
-    assert set(RECORDED) == {*SPARSE, *ON_NODES, UNNAMED} - set(SEND_ALL)
+    assert set(RECORDED) == {*SPARSE, *ON_NODES, *OWN} - set(SEND_ALL)
+
+
+def test_muon_s_losses_are_those_of_the_record():
+    rows, run, recorded = all_rows(), run_of(UNDER_MUON), WITH_MUON[UNNAMED]
+    ours, dense = (
+        {row["seed"]: row for row in usual_of(rows, one, MUON_TASK)} for one in (run, "dense")
+    )
+    assert sorted(ours) == list(range(recorded.seeds))
+    dates = sorted((row["date"], row["commit"]) for row in ours.values())
+    assert recorded.commits == (dates[0][1], dates[-1][1])
+    factors = {MUON_TASK: tuple(round(x, 3) for x in step_factors(rows, run, MUON_TASK))}
+    assert factors == recorded.factors
+    more = math.exp(mean(ours[seed]["loss"] - dense[seed]["loss"] for seed in ours)) - 1
+    assert round(100 * more, 1) == recorded.perplexity
 
 
 @pytest.mark.parametrize("method", RECORDED)
@@ -47,13 +70,15 @@ def test_losses_are_those_of_the_record_and_of_the_rule_of_today(method):
     for task, points in zip(TASKS, recorded.points, strict=True):
         runs = [row for row in every if row["task"] == task]
         assert sorted(row["seed"] for row in runs) == list(range(recorded.seeds))
-        assert all(row["settings"]["density"] == recorded.density for row in runs)
-        assert all(row["ahead"] and row["frontload"] for row in runs)
+        density = OWN.get(method, {"density": 0.01})["density"]
+        assert all(row["settings"]["density"] == density for row in runs)
+        assert all(density == 1 or (row["ahead"] and row["frontload"]) for row in runs)
         beside = [(row, dense[task, row["seed"]]) for row in runs]
         gained = mean(100 * (row["accuracy"] - base["accuracy"]) for row, base in beside)
         assert round(gained, 2) == points
-        if task == "words":
+        if task in recorded.factors:
             factors = step_factors(suite, name, task)
-            assert tuple(round(one, 3) for one in factors) == recorded.factors
+            assert tuple(round(one, 3) for one in factors) == recorded.factors[task]
+        if task == "words":
             more = math.exp(mean(row["loss"] - base["loss"] for row, base in beside)) - 1
             assert round(100 * more, 1) == recorded.perplexity

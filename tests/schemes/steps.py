@@ -33,7 +33,7 @@ SCHEMES = {
     "topk packed 4 bits": partial(sparcel.scheme, "topk", density=0.1, format="packed:4"),
     "topk half bits": partial(sparcel.scheme, "topk", density=1, format="raw:bfloat16"),
     "bidirectional": partial(BIDIRECTIONAL, density=0.1),
-    "bidirectional 4 bits": partial(sparcel.scheme, density=0.1, format="packed:4"),
+    "bidirectional 4 bits": partial(BIDIRECTIONAL, density=0.1, format="packed:4"),
     "bidirectional 5 bits, all in 8": partial(
         BIDIRECTIONAL, density=0.2, returned=1, format="packed:5", answer="packed:8"
     ),

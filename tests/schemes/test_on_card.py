@@ -10,7 +10,7 @@ import torch
 
 import sparcel
 from sparcel import device, simulate
-from sparcel.schemes import Hierarchical
+from sparcel.schemes import SPARSER, Hierarchical
 from tests.card import launches, moved, on_card, seen
 from tests.schemes.steps import DISTINCT, SCHEMES
 from tests.strategies import same_bits
@@ -27,7 +27,7 @@ SELECTORS = {
 }
 OTHERS = {
     "dgc": partial(sparcel.scheme, "dgc", density=0.1, clip=1.0),
-    "bidirectional between nodes": lambda: Hierarchical(sparcel.scheme()),
+    "bidirectional between nodes": lambda: Hierarchical(sparcel.scheme(**SPARSER)),
     "chunked indices": partial(sparcel.scheme, "topk", density=0.3, format="chunked"),
 }
 BY_REGIONS = (

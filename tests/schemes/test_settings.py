@@ -11,7 +11,7 @@ import pytest
 
 import sparcel
 from sparcel.errors import InputError, SparcelWarning
-from sparcel.schemes import SCHEMES, Hierarchical, Scheme, Settings, chosen_scheme, scheme
+from sparcel.schemes import SCHEMES, SPARSER, Hierarchical, Scheme, Settings, chosen_scheme, scheme
 
 WITH_DENSITY = [name for name in SCHEMES if "density" in signature(SCHEMES[name]).parameters]
 
@@ -75,12 +75,13 @@ def test_other_densities_give_no_warning() -> None:
 
 
 def test_without_a_name_the_recommended_settings_hold_where_none_differ():
-    assert repr(chosen_scheme(None, {})) == repr(
-        sparcel.scheme("bidirectional", density=0.1, format="packed:4")
-    )
-    assert repr(chosen_scheme(None, {"density": 0.05})) == repr(
-        sparcel.scheme("bidirectional", density=0.05, format="packed:4")
-    )
+    def made(muon: bool = False, **settings: Any) -> str:
+        return str(chosen_scheme(None, settings, muon))
+
+    assert made() == str(scheme("bidirectional", density=1, format="packed:5"))
+    assert made(density=0.05) == str(scheme("bidirectional", density=0.05, format="packed:5"))
+    assert made(**SPARSER) == str(scheme("bidirectional", **SPARSER))
+    assert made(muon=True) == str(scheme("bidirectional", density=1, format="packed:8"))
     with pytest.raises(InputError, match="a setting of scheme 'bidirectional'"):
         chosen_scheme(None, {"bits": 4})
 
@@ -88,7 +89,7 @@ def test_without_a_name_the_recommended_settings_hold_where_none_differ():
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (scheme(), "Bidirectional(density=0.1, format='packed:4')"),
+        (scheme(), "Bidirectional(density=1.0, format='packed:5')"),
         (scheme("topk", selector="exact", clip=None), "TopK(density=0.01)"),
         (scheme("dense"), "Dense()"),
         (

@@ -11,7 +11,7 @@ from sparcel import device, simulate
 from sparcel.comm import Communicator
 from sparcel.errors import FormatError
 from sparcel.regions.exchange import Returned
-from sparcel.schemes import Scheme, sparsifier
+from sparcel.schemes import SPARSER, Scheme, sparsifier
 from sparcel.stream import WRITTEN
 from sparcel.training import Averager, Scope, Stats
 from tests.card import Launches, launches, moved, on_card, seen
@@ -26,7 +26,8 @@ VOID = 1
 
 SCHEMES: dict[str, Callable[[], Scheme]] = {
     "dense": lambda: sparcel.scheme("dense"),
-    "bidirectional": lambda: sparcel.scheme(),
+    "recommended": lambda: sparcel.scheme(),
+    "bidirectional": lambda: sparcel.scheme(**SPARSER),
     "oktopk": lambda: sparcel.scheme("oktopk", density=0.1, format="packed:4"),
     "corrected": lambda: sparcel.scheme("topk", density=0.05, momentum=0.9, clip=1.0),
 }
@@ -92,7 +93,7 @@ def step_of(
     tensors = {
         name: moved(torch.zeros(shapes[name.split(".")[1]])) for names in BUCKETS for name in names
     }
-    averager = Averager(tensors, sparcel.scheme(), group=comm, frontload=False)
+    averager = Averager(tensors, sparcel.scheme(**SPARSER), group=comm, frontload=False)
     vectors = [moved(torch.ones(1240)) for _ in BUCKETS]
     before, coming = device.reads(), iter(exchanges)
     with pytest.MonkeyPatch.context() as patch, launches() as given:

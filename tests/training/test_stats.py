@@ -226,7 +226,7 @@ def test_repr_tells_what_is_exchanged_and_what_it_has_cost() -> None:
 def test_repr_tells_what_the_default_returns() -> None:
     def on_rank(comm: Communicator) -> list[str]:
         schemes = (
-            scheme(),
+            scheme(density=0.1),
             scheme("bidirectional", density=0.5),
             scheme("bidirectional", returned=0.2),
         )

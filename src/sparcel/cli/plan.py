@@ -39,8 +39,8 @@ def plan(
     density: Annotated[
         float,
         typer.Option(
-            help="Share of the gradient that a rank sends: 0.01 is 1 %. attach's default has its"
-            " own, and its own format."
+            help="Share of the gradient that a rank sends: 0.01 is 1 %. attach has its own, and its"
+            " own format."
         ),
     ] = 0.01,
     format: Annotated[
@@ -56,6 +56,9 @@ def plan(
     every: Annotated[
         int, typer.Option(min=1, help="Steps that machines train apart before an outer step.")
     ] = 30,
+    muon: Annotated[
+        bool, typer.Option("--muon", help="Plan for Muon, under which attach sends 8 bits.")
+    ] = False,
     compute: Annotated[
         str | None, typer.Option(help="Time of a forward and a backward pass: 120ms.")
     ] = None,
@@ -167,6 +170,7 @@ def plan(
         format=format,
         steps=steps,
         every=every,
+        muon=muon,
     )
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -174,7 +178,7 @@ def plan(
     parts = report.assumptions(planned), report.table(planned), report.verdict(planned)
     for part in (*parts, report.not_counted(planned)):
         console.print(part, "", sep="\n")
-    console.print(report.LEGEND)
+    console.print(report.legend(planned))
     if sources := report.sources(planned):
         console.print("", sources, sep="\n")
 

@@ -21,11 +21,14 @@ class Model:
         That are trained: coordinates of the gradient.
     flops
         Of a forward and a backward pass over one sample; 0 where unknown.
+    kind
+        ``"text"`` or ``"images"``: which recorded trainings are near.
     """
 
     name: str
     parameters: int
     flops: float = 0.0
+    kind: str = "text"
 
     def __post_init__(self) -> None:
         checked_whole(self.parameters, "the parameters of a model to plan for", at_least=1)
@@ -34,7 +37,7 @@ class Model:
 
 def _vision(name: str, parameters: int, gigamacs: float) -> Model:
     """Return a model of images: a multiply-add is 2 FLOPs, a backward pass twice a forward one."""
-    return Model(name, parameters, 6e9 * gigamacs)
+    return Model(name, parameters, 6e9 * gigamacs, "images")
 
 
 def _language(name: str, parameters: int, tokens: int) -> Model:
@@ -73,8 +76,9 @@ def model_of(given: str | int | nn.Module) -> Model:
     Parameters
     ----------
     given
-        One of `MODELS`; a number such as ``25_600_000``, ``"25.6M"`` or ``"7B"``; or a
-        module, of which the parameters that are trained count.
+        One of `MODELS`; a number such as ``25_600_000``, ``"25.6M"`` or ``"7B"``, of a model of
+        text; or a module, of which the parameters that are trained count, and which is of images
+        where it has a convolution over two dimensions.
 
     Raises
     ------
@@ -89,4 +93,5 @@ def model_of(given: str | int | nn.Module) -> Model:
         return MODELS[checked_name(given, MODELS, "model")]
     check_type(given, nn.Module, "model", "a name and a number of parameters are models, too")
     trained = sum(p.numel() for p in given.parameters() if p.requires_grad)
-    return Model(type(given).__name__, trained)
+    kind = "images" if any(isinstance(one, nn.Conv2d) for one in given.modules()) else "text"
+    return Model(type(given).__name__, trained, kind=kind)

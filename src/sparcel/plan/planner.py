@@ -13,7 +13,7 @@ from sparcel.errors import InputError
 from sparcel.formats import Format, format_named
 from sparcel.plan.models import Model, model_of
 from sparcel.plan.outer import outer_instead, outer_steps
-from sparcel.plan.recorded import UNNAMED, recorded
+from sparcel.plan.recorded import BETWEEN, MUON_TASK, NEAR, OWN, UNNAMED, recorded
 from sparcel.plan.server import SERVED
 from sparcel.plan.steps import (
     DENSE,
@@ -23,7 +23,8 @@ from sparcel.plan.steps import (
     mean_step,
     sends_all,
 )
-from sparcel.schemes import DEFAULT, ON_NODES, RECOMMENDED, stages_of
+from sparcel.schemes import DEFAULT, ON_NODES, UNDER_MUON, stages_of
+from sparcel.schemes.hierarchical import stages_on_nodes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,6 +34,9 @@ SPARSE = ("topk", "gtopk", "oktopk", "scalecom")
 WORTH = 1.1
 """How many times as fast, to the same loss, a method must be for a plan to advise it in place of
 one that loses less: predictions are not better than that."""
+
+FEWEST_SEEDS = 3
+"""Of fewer trainings a plan advises no method, if it can advise another."""
 
 MOST_RANKS = 512
 """How many ranks a plan is for at most: it lists what a rank exchanges with every other one, which
@@ -45,8 +49,8 @@ _FLIP_FACTORS = (1e-4, 1e4)
 class Plan:
     """Every method's step, that first which is the fastest to the loss of dense training.
 
-    The advice is the fastest dense method, unless the best sparse one is `WORTH` times as fast, and
-    outer steps, where even the fastest of these waits for more than 30 % of a step.
+    The advice is the fastest dense method, unless the best of the others is `WORTH` times as fast,
+    and outer steps, where even the fastest of these waits for more than 30 % of a step.
 
     Attributes
     ----------
@@ -55,6 +59,8 @@ class Plan:
     flip_bytes_per_s
         The bandwidth of a node's link at which the advice changes, all else equal; None where
         none from a ten thousandth to ten thousand times as much changes it.
+    task
+        The recorded task that tells how many steps methods need.
     outer
         Outer steps every ``workload.every`` steps, between several machines without a server.
     instead
@@ -67,8 +73,14 @@ class Plan:
     rows: tuple[PlannedStep, ...]
     flip_bytes_per_s: float | None
     topology: str
+    task: str
     outer: tuple[PlannedStep, ...] = ()
     instead: PlannedStep | None = None
+
+    @property
+    def fastest(self) -> PlannedStep:
+        """The fastest of the methods that may be advised."""
+        return min(_best(self.rows)[0], _known(self.rows)[0], key=lambda row: row.to_loss)
 
     @property
     def advised(self) -> PlannedStep:
@@ -82,17 +94,26 @@ class Plan:
 
     @property
     def best_sparse(self) -> PlannedStep:
-        """`UNNAMED`, unless another sparse method is `WORTH` times as fast; then the fastest."""
+        """The method to use if not a dense one: of those that are known by `FEWEST_SEEDS`
+        trainings, the one that loses least and is not `WORTH` times as slow as the fastest.
+        """
         return _best(self.rows)[1]
 
 
 def _best(rows: Sequence[PlannedStep]) -> tuple[PlannedStep, PlannedStep]:
     """Return the best dense and the best sparse method of sorted rows."""
     dense = next(row for row in rows if sends_all(row.method))
+    known = _known(rows)
+    most = WORTH * known[0].to_loss
+    near = {row.method: row for row in known if row.to_loss <= most}
+    preferred = (near[name] for own in OWN for name in (own, own + BETWEEN) if name in near)
+    return dense, next(preferred, known[0])
+
+
+def _known(rows: Sequence[PlannedStep]) -> Sequence[PlannedStep]:
+    """Return the methods that are not dense, and are known by enough trainings if any are."""
     sparse = [row for row in rows if not sends_all(row.method)]
-    most = WORTH * sparse[0].to_loss
-    near = (row for row in sparse if row.method == UNNAMED and row.to_loss <= most)
-    return dense, next(near, sparse[0])
+    return [row for row in sparse if row.seeds >= FEWEST_SEEDS] or sparse
 
 
 def _advised(rows: Sequence[PlannedStep]) -> PlannedStep:
@@ -111,6 +132,7 @@ def plan(
     format: str | Format = "raw",
     steps: int | None = None,
     every: int = 30,
+    muon: bool = False,
 ) -> Plan:
     """Return what a step of training takes with every method.
 
@@ -139,9 +161,12 @@ def plan(
         first steps. None for those of a step after these.
     every
         How many steps machines train apart before an outer step.
+    muon
+        Whether Muon trains, for which `attach` chooses another default, and other trainings tell
+        how many steps a method needs.
 
-    What `attach` does without a name is planned, too, with its own density and format, and of all
-    sparse methods the step-ahead before the forward pass. Gradients are assumed to become ready
+    What `attach` does without a name is planned, too, and at 10 %, whatever the density and format
+    of the others. Step-ahead comes before the forward pass. Gradients are assumed to become ready
     evenly in the last two thirds of the computation, and the ranks' indices to be independent: the
     most fill-in that there can be.
 
@@ -161,6 +186,8 @@ def plan(
     if topology not in ("all-reduce", "parameter-server"):
         raise InputError(f"topology must be all-reduce or parameter-server, got {topology!r}")
 
+    task = MUON_TASK if muon else NEAR[trained.kind]
+
     def rows(rates: Rates) -> tuple[PlannedStep, ...]:
         nodes = ON_NODES if 1 < rates.ranks_per_node < rates.ranks else ()
         if topology == "parameter-server":
@@ -171,13 +198,15 @@ def plan(
         else:
             methods = (*DENSE, *SPARSE, *nodes)
             found = [mean_step(name, work, _in_ring(name, rates), rates) for name in methods]
-            own = replace(
-                work, density=RECOMMENDED["density"], format=_UNNAMED_FORMAT, answer=_UNNAMED_ANSWER
-            )
-            found.append(mean_step(UNNAMED, own, _in_ring(DEFAULT, rates), rates))
+            for name, settings in OWN.items():
+                sent = UNDER_MUON if muon and name == UNNAMED else settings
+                own = replace(work, density=sent["density"], format=format_named(sent["format"]))
+                found.append(mean_step(name, own, _in_ring(DEFAULT, rates), rates))
+                if nodes:
+                    found.append(mean_step(name + BETWEEN, own, _between(rates), rates))
         told = (
-            replace(row, factor=known.factor)
-            if (known := recorded(row.method, work.density, row.format))
+            replace(row, factor=known.factor(task), seeds=known.seeds)
+            if (known := recorded(row.method, work.density, row.format, task))
             else row
             for row in found
         )
@@ -186,12 +215,8 @@ def plan(
     found = rows(rates)
     islands = topology == "all-reduce" and rates.ranks > rates.ranks_per_node
     outer = outer_steps(work, every, rates) if islands else ()
-    instead = outer_instead(found[0], work, rates) if islands else None
-    return Plan(work, rates, found, _flip(rows, rates), topology, outer, instead)
-
-
-_UNNAMED_FORMAT = format_named(RECOMMENDED["format"])
-_UNNAMED_ANSWER = format_named(RECOMMENDED.get("answer") or RECOMMENDED["format"])
+    made = Plan(work, rates, found, _flip(rows, rates), topology, task, outer)
+    return replace(made, instead=outer_instead(made.fastest, work, rates)) if islands else made
 
 
 def _in_ring(method: str, rates: Rates) -> Predict:
@@ -205,6 +230,11 @@ def _in_ring(method: str, rates: Rates) -> Predict:
         return predict(whole if problem.k == problem.size else stages, problem, rates)
 
     return predicted
+
+
+def _between(rates: Rates) -> Predict:
+    """Return what `DEFAULT` takes between machines, with dense sums inside of them."""
+    return partial(predict, partial(stages_on_nodes, stages_of(DEFAULT, rates), False), rates=rates)
 
 
 def _flip(rows: Callable[[Rates], Sequence[PlannedStep]], rates: Rates) -> float | None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.table import Table
 
 from sparcel.formats import RAW
 from sparcel.plan import recorded
 from sparcel.plan.outer import MOST_WAITING, OUTER
 from sparcel.plan.planner import WORTH, Plan
-from sparcel.plan.recorded import RECORDED, UNNAMED, Recorded
-from sparcel.plan.steps import BASELINE, PlannedStep, sends_all
-from sparcel.schemes import front_loaded
+from sparcel.plan.recorded import BETWEEN, MUON_TASK, OWN, UNNAMED, Recorded
+from sparcel.plan.steps import BASELINE, PlannedStep
+from sparcel.schemes import UNDER_MUON, front_loaded
 
 
 def table(plan: Plan) -> Table:
@@ -31,7 +33,7 @@ def table(plan: Plan) -> Table:
             _sends(row),
             *map(_ms, times),
             _short(row.bytes / 1e6),
-            "" if _recorded(plan, row) is None else f"{row.factor:.2f}",
+            "" if row.factor is None else f"{row.factor:.2f}",
             f"{x:.2f}" if (x := baseline.step / row.to_loss) < 100 else _short(x),
         )
     return shown
@@ -52,13 +54,22 @@ def sources(plan: Plan) -> str:
     )
 
 
-LEGEND = (
-    f"faster: how many times sooner it comes to the same loss than {BASELINE}, overlapped. exposed:"
-    " what the step takes beyond its computation. ahead: step-ahead, before the forward pass. work:"
-    " to select, pack and add up. steps: how many times dense training's steps it needs for the"
-    " same loss, recorded on a small language model; blank, and taken as 1, where none was recorded"
-    " at this density and format."
-)
+_TRAINED = {
+    "words": "a small language model with AdamW",
+    "images": "a small ResNet with SGD",
+    MUON_TASK: "a language model of 1.3 M parameters with Muon",
+}
+
+
+def legend(plan: Plan) -> str:
+    """Return what the table's columns mean."""
+    return (
+        f"faster: how many times sooner it comes to the same loss than {BASELINE}, overlapped."
+        " exposed: what the step takes beyond its computation. ahead: step-ahead, before the"
+        " forward pass. work: to select, pack and add up. steps: how many times dense training's"
+        f" steps it needs for the same loss, recorded on {_TRAINED[plan.task]}; blank where none"
+        " was recorded at this density and format, and then faster takes it as 1."
+    )
 
 
 def assumptions(plan: Plan) -> str:
@@ -95,7 +106,7 @@ def verdict(plan: Plan) -> str:
 
 def _outer(plan: Plan, outer: PlannedStep) -> str:
     """Return that outer steps are advised, and why."""
-    fastest, steps = plan.rows[0], plan.workload.steps
+    fastest, steps = plan.fastest, plan.workload.steps
     times = "" if steps is None else f", {steps // outer.every:,} times in all"
     return (
         f"Use outer steps, every {outer.every} steps: with {outer.method} {_told(outer)}; the"
@@ -113,7 +124,7 @@ def _no_outer(plan: Plan) -> str:
         f"Outer steps are a choice of their own, because machines train apart in between: every"
         f" {outer.every} steps, with {outer.method}, a step takes {_ms(outer.step)} ms. They are"
         f" advised where all others wait for more than {100 * MOST_WAITING:.0f} % of a step; here"
-        f" {plan.rows[0].method} {_waiting(plan.rows[0])}."
+        f" {plan.fastest.method} {_waiting(plan.fastest)}."
     )
 
 
@@ -125,67 +136,88 @@ def _in_every_step(plan: Plan) -> str:
     """Return which of the methods to use that exchange in every step."""
     dense, sparse = plan.best_dense, plan.best_sparse
     times = dense.to_loss / sparse.to_loss
-    fastest = next(row for row in plan.rows if not sends_all(row.method))
     if plan.advised is dense:
-        times = fastest.to_loss / dense.to_loss
-        compared = f"{times:.2f} times as long" if times >= 1 else f"{1 / times:.2f} times as fast"
+        compared = f"{1 / times:.2f} times as long" if times <= 1 else f"{times:.2f} times as fast"
         first = (
-            f"Stay dense: with {dense.method} {_told(dense)}. The fastest sparse method,"
-            f" {fastest.method}, takes {_ms(fastest.step)} ms and {_mb(fastest)}, {compared} to"
+            f"Stay dense: with {dense.method} {_told(dense)}. The best of the others,"
+            f" {sparse.method}, takes {_ms(sparse.step)} ms and {_mb(sparse)}, {compared} to"
             " the same loss."
         )
         return f"{first} {_flip(plan)}"
-    beside = "" if fastest is sparse else f" No other is {WORTH} times as fast."
+    beside = "" if plan.fastest is sparse else f" No other is {WORTH} times as fast."
     return (
-        f"Use {sparse.method}: {_told(sparse)}. The best dense method, {dense.method}, takes"
-        f" {_ms(dense.step)} ms and {_mb(dense)}, {times:.1f} times as long to the same loss."
+        f"Use {sparse.method}{_call(plan, sparse)}: {_told(sparse)}. The best dense method,"
+        f" {dense.method}, takes {_ms(dense.step)} ms and {_mb(dense)}, {times:.1f} times as long"
+        " to the same loss."
         f"{beside} {_flip(plan)}\n\n{_caution(plan, sparse)}"
     )
 
 
+def _call(plan: Plan, row: PlannedStep) -> str:
+    """Return the call of a method whose name does not tell it."""
+    own = row.method.removesuffix(BETWEEN)
+    if own not in OWN or row.method == UNNAMED:
+        return ""
+    muon = own == UNNAMED and plan.task == MUON_TASK
+    settings = UNDER_MUON if muon else {} if own == UNNAMED else OWN[own]
+    given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+    if row.method == own:
+        return f", attach(model, {given})"
+    return f", attach(model, sparcel.Hierarchical(sparcel.scheme({given})))"
+
+
 def _recorded(plan: Plan, row: PlannedStep) -> Recorded | None:
     """Return the trainings that were recorded with a method as it is planned."""
-    return recorded.recorded(row.method, plan.workload.density, row.format)
+    return recorded.recorded(row.method, plan.workload.density, row.format, plan.task)
 
 
 def _caution(plan: Plan, row: PlannedStep) -> str:
-    """Return what a method that keeps coordinates back lost in recorded trainings."""
-    changes = "It changes training: coordinates are applied later."
+    """Return what a method lost in recorded trainings."""
+    what = "what is rounded away is" if row.density == 1 else "coordinates are"
+    changes = f"It changes training: {what} applied later."
     known = _recorded(plan, row)
     if known is None:
         return (
             f"{changes} No training at this density and format was recorded. Compare with dense"
             " training."
         )
-    points, task = known.worst
+    factor = f"it needs {known.factor(plan.task):.2f} times the steps of dense training for the"
     return (
-        f"{changes} In recorded trainings at {100 * known.density:g} %"
-        f" ({len(recorded.TASKS)} small tasks, {recorded.STEPS:,} steps, {recorded.RANKS} ranks,"
-        f" {known.seeds} {_plural('seed', known.seeds)}) it lost {-points:.1f} points of accuracy"
-        f" on its worst task, {task}, and had {abs(known.perplexity):.1f} %"
-        f" {'more' if known.perplexity > 0 else 'less'} perplexity on words: it needs"
-        f" {known.factor:.2f} times the steps of dense training for the same loss{_by_seed(known)}."
-        " None of the models has a million parameters."
-        f"{_safer(plan, row, known)} Compare with dense training."
+        f"{changes} In recorded trainings {_lost(known)}: on {_TRAINED[plan.task]} {factor} same"
+        f" loss{_by_seed(known.factors[plan.task])}.{_safer(plan, row, known)} Compare with dense"
+        " training."
     )
 
 
-def _by_seed(known: Recorded) -> str:
+def _lost(known: Recorded) -> str:
+    """Return what a method ended at."""
+    seeds = f"{recorded.RANKS} ranks, {known.seeds} {_plural('seed', known.seeds)}"
+    more = "more" if known.perplexity > 0 else "less"
+    perplexity = f"had {abs(known.perplexity):.1f} % {more} perplexity"
+    if not known.points:
+        return f"({seeds}) it {perplexity}"
+    points, task = known.worst
+    return (
+        f"({len(recorded.TASKS)} small tasks, {recorded.STEPS:,} steps, {seeds}) it lost"
+        f" {max(0.0, -points):.1f} points of accuracy on its worst task, {task}, and {perplexity}"
+        " on words"
+    )
+
+
+def _by_seed(factors: Sequence[float]) -> str:
     """Return the least and the largest of several seeds' factors."""
-    if known.seeds == 1:
-        return ""
-    return f" ({min(known.factors):.2f} to {max(known.factors):.2f} by seed)"
+    return f" ({min(factors):.2f} to {max(factors):.2f} by seed)" if len(factors) > 1 else ""
 
 
 def _safer(plan: Plan, row: PlannedStep, known: Recorded) -> str:
     """Return what `UNNAMED` takes, if it lost less than a method that is advised before it."""
     unnamed = next((one for one in plan.rows if one.method == UNNAMED), row)
-    own = RECORDED[UNNAMED]
-    if unnamed is row or own.worst <= known.worst:
+    own = _recorded(plan, unnamed)
+    if own is None or own is known or own.worst <= known.worst:
         return ""
     return (
-        f" With {UNNAMED} it was {-own.worst[0]:.1f} points and {own.perplexity:.1f} %, and a step"
-        f" takes {_ms(unnamed.step)} ms."
+        f" With {UNNAMED} it was {max(0.0, -own.worst[0]):.1f} points and {own.perplexity:.1f} %,"
+        f" and a step takes {_ms(unnamed.step)} ms."
     )
 
 
@@ -209,10 +241,10 @@ def not_counted(plan: Plan) -> str:
 def _flip(plan: Plan) -> str:
     stays = plan.advised is plan.best_dense
     if plan.flip_bytes_per_s is None:
-        return f"{'Dense' if stays else 'Sparse'} is the advice at any bandwidth, all else equal."
+        return f"{'Dense' if stays else 'This'} is the advice at any bandwidth, all else equal."
     at = bits(plan.flip_bytes_per_s)
     if stays:
-        return f"Sparse would be worth it, {WORTH} times as fast, on links below {at}."
+        return f"Sparcel would be worth it, {WORTH} times as fast, on links below {at}."
     return f"Dense would do on links above {at}."
 
 
@@ -225,9 +257,7 @@ def _told(row: PlannedStep) -> str:
 
 def _sends(row: PlannedStep) -> str:
     """Return the share of the gradient that a rank sends, and the format if it is not plain."""
-    if sends_all(row.method) or (row.density == 1 and row.format == RAW):
-        return "all"
-    share = f"{_short(100 * row.density)} %"
+    share = "all" if row.density == 1 else f"{_short(100 * row.density)} %"
     return share if row.format == RAW else f"{share} {row.format.name}"
 
 

@@ -82,7 +82,7 @@ class PlannedStep:
     one step to the next, and ``exposed`` what it takes beyond the computation. ``bytes`` are a
     rank's, ``density`` and ``format`` what it sends. Of an exchange ``every`` so many steps, times
     and bytes are a step's share. ``factor`` is how many times dense training's steps it needs for
-    the same loss, as far as that was recorded.
+    the same loss, in the mean over ``seeds`` trainings; None where that was not recorded.
     """
 
     method: str
@@ -97,12 +97,13 @@ class PlannedStep:
     exposed: float
     bytes: float
     every: int = 1
-    factor: float = 1.0
+    factor: float | None = None
+    seeds: int = 0
 
     @property
     def to_loss(self) -> float:
-        """The time that brings training as far as a step of dense training does."""
-        return self.step * self.factor
+        """The time that brings training as far as a step of dense training does, at least."""
+        return self.step * (self.factor or 1)
 
     @property
     def work(self) -> float:

@@ -51,6 +51,7 @@ __all__ = [
     "RECOMMENDED",
     "SCHEMES",
     "SEND_ALL",
+    "SPARSER",
     "UNDER_MUON",
     "Auto",
     "Bidirectional",
@@ -124,10 +125,13 @@ PREDICTED = tuple(name for name, method in METHODS.items() if method.stages_by)
 DEFAULT = "bidirectional"
 """The scheme where none is named."""
 
-RECOMMENDED: Settings = {"density": 0.1, "format": "packed:4"}
+RECOMMENDED: Settings = {"density": 1.0, "format": "packed:5"}
 """What `DEFAULT` is set to where no scheme is named."""
 
 _MUON_BITS = 8
+
+SPARSER: Settings = {"density": 0.1, "format": "packed:4"}
+"""The same for slow links: half the bytes or less, but coordinates wait."""
 
 UNDER_MUON: Settings = {"density": 1.0, "format": f"packed:{_MUON_BITS}"}
 """The same where Muon trains, which makes small directions of a matrix as long as large ones."""
@@ -153,8 +157,8 @@ def scheme(name: str | None = None, **settings: Unpack[Settings]) -> Scheme:
         ``"scalecom"``, ``"hitopk"`` or ``"torus2d"``; ``"mstopk"`` or ``"dgc"`` for top-k with
         MSTopK's selector or DGC's rules; ``"auto"`` for the method that is the fastest here. A
         scheme that is named has a density of 1 % (``"dgc"`` 0.1 %) and sends ``"raw"`` streams.
-        None for ``"bidirectional"`` with ``density=0.1, format="packed:4"``, where ``settings`` do
-        not differ.
+        None for ``"bidirectional"`` with ``density=1, format="packed:5"``, where ``settings`` do
+        not differ: every coordinate, and every sum, in 5 bits.
     settings
         The scheme's parameters, some of `Settings`: see `Dense`, `Bidirectional`, `TopK`,
         `SparCML`, `GTopK`, `OkTopK`, `ScaleCom`, `Auto`, and `sparcel.schemes.presets`.

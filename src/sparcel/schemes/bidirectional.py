@@ -35,8 +35,7 @@ class Bidirectional(Sparsifier):
         as much. 1 returns all, in the format's bits, so that what any rank has sent is applied.
     answer
         How what owners return travels, by name or as a `Format`; by default as what they are sent.
-        Owners' roundings reach every rank, while those of ranks average: an answer is worth more
-        bits.
+        It is worth more bits where the ranks' gradients are alike.
 
     The others are those of `Sparsifier`. Layers with densities of their own return as many times
     as much.
