@@ -49,7 +49,6 @@ DEFAULT_IN = {
     "demo_accuracy_digits": None,
     "demo_digits": None,
     "lab_training": "sparcel",
-    "tutorial": "sparcel",
 }
 """Records of trainings by `attach`'s default whose rows tell no rule, and what they call it."""
 
