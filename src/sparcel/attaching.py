@@ -63,9 +63,9 @@ def attach(
         of one rank.
     scheme_or_name
         A name that `sparcel.scheme` knows, or a scheme that it made. By default what is
-        recommended: ``"bidirectional"`` at a density of 10 %, which returns 30 % of the sums, with
-        4-bit values (``format="packed:4"``); where ``optimizer`` has Muon, all coordinates in 8
-        bits (``density=1, format="packed:8"``).
+        recommended: ``"bidirectional"`` with all coordinates in 5 bits (``density=1,
+        format="packed:5"``); where ``optimizer`` has Muon, in 8 bits (``format="packed:8"``). On
+        slow links, ``density=0.1, format="packed:4"`` sends 10 % and returns 30 % of the sums.
         Every bucket, or the model, gets a fresh scheme with these settings.
     replicate
         For ``fully_shard`` and ``replicate``: the ranks that hold the same shards as this one,
@@ -97,7 +97,7 @@ def attach(
         checkpoint calls a part of it again; the parameters themselves stay as they are.
         ``optimizer`` is found at its first step if it is not given.
     settings
-        Settings of a scheme that is given by name, or of the recommended one: ``density=0.01``.
+        Settings of a scheme that is given by name, or of the recommended one: ``density=0.1``.
 
     Returns
     -------
