@@ -223,7 +223,7 @@ def report(rows: list[dict[str, Any]]) -> str:
     """Return the rows as a table; speed-ups are over the first two, the dense methods."""
     lines = [
         "",
-        "method          step  compute  exchange  sent a step  × fp32  × bf16  accuracy    loss",
+        "method         step  compute  exchange  sent a step  × fp32  × bf16 accuracy    loss",
     ]
     for row in rows:
         times = (1e3 * row[f"{part}_s"] for part in ("step", "compute", "exposed"))
@@ -232,8 +232,8 @@ def report(rows: list[dict[str, Any]]) -> str:
         sent = "not counted" if sent_bytes is None else f"{sent_bytes / 1e6:.2f} MB"
         fp32, bf16 = (f"{dense['step_s'] / row['step_s']:.1f}" for dense in rows[:2])
         lines.append(
-            f"{row['method']:<13}{step:>7}{compute:>9}{exchange:>10}{sent:>13}{fp32:>8}{bf16:>8}"
-            f"{row['accuracy']:>10.1%}{row['loss']:>8.3f}"
+            f"{row['method']:<12}{step:>7}{compute:>9}{exchange:>10}{sent:>13}{fp32:>8}{bf16:>8}"
+            f"{row['accuracy']:>9.1%}{row['loss']:>8.3f}"
         )
     return "\n".join([*lines, *LEGEND])
 

@@ -25,7 +25,7 @@ FRONT = "medium words"
 DRAWN = {
     "PowerSGD 4": ("PowerSGD", POWERSGD),
     "sparcel": ("sparcel", SPARCEL),
-    "sparcel 10 %": ("sparcel at 10 %", SPARCEL),
+    "sparcel 10 %": ("at 10 %", SPARCEL),
     "bf16": ("bfloat16", ROUNDED),
 }
 """Names and colours of the methods in figures."""
@@ -33,7 +33,7 @@ DRAWN = {
 BESIDE_CURVES: dict[str, tuple[Row, Row]] = {
     "PowerSGD": ({"xytext": (4, 4)}, {"xytext": (9, -14)}),
     "sparcel": ({"xytext": (4, 4)}, {"xytext": (9, 4)}),
-    "sparcel at 10 %": (
+    "at 10 %": (
         {"xytext": (-5, 2), "ha": "right"},
         {"xytext": (0, -15), "va": "top", "ha": "center"},
     ),
@@ -125,7 +125,9 @@ def _front(rows: Sequence[Row]) -> tuple[Row, list[tuple[Row, str]]]:
     for row, _ in _reached(rows):
         if row["task"] == FRONT:
             minutes = row["train_seconds"][-1] / 60
-            told.append((row, f"ends {_above(row, base):.1f} % above after {minutes:.1f} min"))
+            above = _above(row, base)
+            where = f"{abs(above):.1f} % {'above' if above > 0 else 'below'}"
+            told.append((row, f"ends {where} after {minutes:.1f} min"))
     return base, told
 
 
@@ -133,8 +135,8 @@ def front_sentence(rows: Sequence[Row]) -> str:
     """Return what pages say that show the front page's picture."""
     told = {DRAWN[row["method"]][0]: text for row, text in _front(rows)[1]}
     return (
-        f"Beside plain DDP's perplexity, sparcel {told['sparcel']}, at 10 %"
-        f" {told['sparcel at 10 %']}, bfloat16 {told['bfloat16']}, and PowerSGD {told['PowerSGD']}."
+        f"Beside plain DDP's perplexity, sparcel {told['sparcel']}, at 10 % it"
+        f" {told['at 10 %']}, bfloat16 {told['bfloat16']}, and PowerSGD {told['PowerSGD']}."
     )
 
 
