@@ -48,7 +48,7 @@ def lab_rows() -> list[Row]:
 
 
 def trainings_table(rows: Sequence[Row]) -> Iterator[str]:
-    """Return the lines of all whole trainings at 100 Mbit/s and of DDP alone over loopback.
+    """Return the lines of all whole trainings at 100 Mbit/s and of DDP alone without a limit.
 
     A training's seconds to + 1 % are those until it reaches DDP's perplexity at the end + 1 %.
     Losses do not depend on the network. So at 1 Gbit/s they are the seconds of the same step; after

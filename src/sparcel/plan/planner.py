@@ -13,7 +13,7 @@ from sparcel.errors import InputError
 from sparcel.formats import Format, format_named
 from sparcel.plan.models import Model, model_of
 from sparcel.plan.outer import outer_instead, outer_steps
-from sparcel.plan.recorded import BETWEEN, MUON_TASK, NEAR, OWN, UNNAMED, recorded
+from sparcel.plan.recorded import BETWEEN, MUON_TASK, NEAR, OWN, own_settings, recorded
 from sparcel.plan.server import SERVED
 from sparcel.plan.steps import (
     DENSE,
@@ -23,7 +23,7 @@ from sparcel.plan.steps import (
     mean_step,
     sends_all,
 )
-from sparcel.schemes import DEFAULT, ON_NODES, UNDER_MUON, stages_of
+from sparcel.schemes import DEFAULT, ON_NODES, stages_of
 from sparcel.schemes.hierarchical import stages_on_nodes
 
 if TYPE_CHECKING:
@@ -198,8 +198,7 @@ def plan(
         else:
             methods = (*DENSE, *SPARSE, *nodes)
             found = [mean_step(name, work, _in_ring(name, rates), rates) for name in methods]
-            for name, settings in OWN.items():
-                sent = UNDER_MUON if muon and name == UNNAMED else settings
+            for name, sent in own_settings(task).items():
                 own = replace(work, density=sent["density"], format=format_named(sent["format"]))
                 found.append(mean_step(name, own, _in_ring(DEFAULT, rates), rates))
                 if nodes:

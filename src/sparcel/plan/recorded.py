@@ -7,7 +7,7 @@ from statistics import geometric_mean
 from typing import NamedTuple
 
 from sparcel.formats import Format
-from sparcel.schemes import RECOMMENDED, SPARSER, Settings
+from sparcel.schemes import RECOMMENDED, SPARSER, UNDER_MUON, Settings
 
 TASKS = ("intents", "speech", "images", "characters", "words")
 
@@ -145,6 +145,11 @@ WITH_MUON = {
     ),
 }
 """The same where Muon trains, by which `attach`'s default is another."""
+
+
+def own_settings(task: str) -> Mapping[str, Settings]:
+    """Return `OWN`, for Muon with the default that `attach` has there."""
+    return OWN | {UNNAMED: UNDER_MUON} if task == MUON_TASK else OWN
 
 
 def recorded(method: str, density: float, format: Format, task: str) -> Recorded | None:

@@ -10,9 +10,9 @@ from sparcel.formats import RAW
 from sparcel.plan import recorded
 from sparcel.plan.outer import MOST_WAITING, OUTER
 from sparcel.plan.planner import WORTH, Plan
-from sparcel.plan.recorded import BETWEEN, MUON_TASK, OWN, UNNAMED, Recorded
+from sparcel.plan.recorded import BETWEEN, MUON_TASK, UNNAMED, Recorded
 from sparcel.plan.steps import BASELINE, PlannedStep
-from sparcel.schemes import UNDER_MUON, front_loaded
+from sparcel.schemes import RECOMMENDED, front_loaded
 
 
 def table(plan: Plan) -> Table:
@@ -155,12 +155,11 @@ def _in_every_step(plan: Plan) -> str:
 
 def _call(plan: Plan, row: PlannedStep) -> str:
     """Return the call of a method whose name does not tell it."""
-    own = row.method.removesuffix(BETWEEN)
-    if own not in OWN or row.method == UNNAMED:
+    own, settings = row.method.removesuffix(BETWEEN), recorded.own_settings(plan.task)
+    if own not in settings or row.method == UNNAMED:
         return ""
-    muon = own == UNNAMED and plan.task == MUON_TASK
-    settings = UNDER_MUON if muon else {} if own == UNNAMED else OWN[own]
-    given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+    usual = settings[own] == RECOMMENDED
+    given = "" if usual else ", ".join(f"{name}={it!r}" for name, it in settings[own].items())
     if row.method == own:
         return f", attach(model, {given})"
     return f", attach(model, sparcel.Hierarchical(sparcel.scheme({given})))"
