@@ -5,7 +5,8 @@
 A run is named by scheme, density and format, as in ``bidirectional,0.1/0.3,packed:4/6``, where
 owners return 0.3 of their sums, in 6 bits; by ``front`` if its first steps send more, or by the
 densities of its first steps, as in ``1:0.5*40`` for 40 steps each; and by ``still`` if it does not
-step ahead. Or it is one of torch's hooks: ``bf16``, ``fp16``, ``powersgd,RANK`` (see `peers.py`).
+step ahead. Or it is one of torch's hooks: ``bf16``, ``fp16``, ``powersgd,RANK`` or
+``powersgd,RANK,START`` (see `peers.py`).
 ``DATA``, tasks, seeds and the simulated cluster are those of `convergence.py`; collectives are
 chosen for links of 100 Mbit/s.
 

@@ -21,7 +21,8 @@ from benchmarks.training.task_training import Method, Run, evaluate
 from benchmarks.training.tasks import TASKS
 
 START = 10
-"""Dense steps before PowerSGD begins; torch's default, 1000, is half of a training here."""
+"""Dense steps before PowerSGD begins, where no other number is given; torch's default, 1000, is
+half of a training here."""
 
 HALVES: dict[str, Callable[..., Any]] = {
     # DDP refuses this hook by its name on every engine but NCCL.
@@ -32,6 +33,8 @@ HALVES: dict[str, Callable[..., Any]] = {
 
 def train_with_hook(data: Path, task: str, hook: str, seed: int, steps: int) -> dict[str, Any]:
     """Train once with ``"bf16"``, ``"fp16"`` or ``"powersgd,RANK"``, and return the row.
+
+    ``"powersgd,RANK,START"`` has more dense steps before PowerSGD begins.
 
     ``share`` is that of the values in a step's messages, of those in float32, mean over the steps.
     """
@@ -56,15 +59,15 @@ def register(model: DistributedDataParallel, hook: str, steps: int) -> Callable[
     if hook in HALVES:
         model.register_comm_hook(None, HALVES[hook])
         return lambda: 0.5
+    _, rank, *later = hook.split(",")
+    start = int(later[0]) if later else START
     state = powerSGD_hook.PowerSGDState(
-        None,
-        matrix_approximation_rank=int(hook.removeprefix("powersgd,")),
-        start_powerSGD_iter=START,
+        None, matrix_approximation_rank=int(rank), start_powerSGD_iter=start
     )
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
     def share() -> float:
         _, before, after = state.compression_stats()
-        return (START + (steps - START) * after / before) / steps
+        return (start + (steps - start) * after / before) / steps
 
     return share
