@@ -8,6 +8,7 @@ prints the tables as Markdown and draws ``docs/figures/frontier_words.svg``, fro
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import exp
 from statistics import mean
@@ -39,6 +40,7 @@ MODELS = {
     "articles": "transformer, AdamW",
     "news": "transformer, AdamW",
     "code": "transformer, AdamW",
+    "code 6M": "transformer, AdamW",
     "code, Muon": "transformer, Muon",
     "reviews": "transformer, Muon",
 }
@@ -169,7 +171,7 @@ def search_table(rows: Sequence[Row]) -> Iterator[str]:
 
 def chosen_table(rows: Sequence[Row]) -> Iterator[str]:
     """Return the lines of what users choose among: bytes and losses."""
-    tasks = "words", "characters", "articles", "reviews", "news", "images"
+    tasks = "words", "characters", "articles", "reviews", "news", "code", "code 6M", "images"
     cells = ([label, *_ends(rows, run, tasks, tasks)] for run, label in CHOSEN.items())
     return table(("method", "bytes", *tasks), cells)
 
@@ -233,7 +235,8 @@ def usual_of(rows: Sequence[Row], run: str, task: str) -> list[Row]:
 def draw(rows: Sequence[Row]) -> None:
     """Draw the loss of words at the end against the share of the bytes, means over the seeds."""
     figure, axes = subplots()
-    ranks = [run for run in {row["run"]: None for row in rows} if run.startswith("powersgd")]
+    runs = {row["run"]: None for row in rows}
+    ranks = [run for run in runs if re.fullmatch(r"powersgd,\d+", run)]
     places = {
         run: (100 * mean(row["share"] for row in found), mean(row["loss"] for row in found))
         for run in (*DRAWN, *ranks)

@@ -66,7 +66,7 @@ def trainings_table(rows: Sequence[Row]) -> Iterator[str]:
         (
             [
                 *_cells(row, base[_training(row)]),
-                *_seconds(reached.get(id(row)), fast[row["task"], row["method"]]),
+                *_seconds(reached.get(id(row)), fast.get((row["task"], row["method"]))),
             ]
             for row in shown
         ),
@@ -87,10 +87,13 @@ def _above(row: Row, base: Row) -> float:
     return 100 * (math.exp(row["loss"] - base["loss"]) - 1)
 
 
-def _seconds(reached: tuple[int, float] | None, fast: Row) -> Iterator[str]:
+def _seconds(reached: tuple[int, float] | None, fast: Row | None) -> Iterator[str]:
     step, second = reached or (None, None)
-    measured = {at: after for at, after, _ in fast["held_out"]}
     yield "" if second is None else f"{second:.0f}"
+    if fast is None:
+        yield from ("", "")
+        return
+    measured = {at: after for at, after, _ in fast["held_out"]}
     yield f"{1e3 * fast['step_s']:.0f}"
     yield "" if step is None else f"{measured.get(step, step * fast['step_s']):.0f}"
 

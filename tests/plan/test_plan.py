@@ -16,6 +16,7 @@ from sparcel.errors import InputError
 from sparcel.formats import format_named
 from sparcel.plan import MODELS, Model, model_of, plan
 from sparcel.plan.planner import WORTH, _in_ring
+from sparcel.plan.powersgd import POWERSGD
 from sparcel.plan.recorded import AT_10_PER_CENT, BETWEEN, OWN, RECORDED, UNNAMED
 from sparcel.plan.report import assumptions, bits, not_counted, sources, table, verdict
 from sparcel.plan.server import SERVED
@@ -96,7 +97,8 @@ def test_a_step_is_computation_plus_exposed_exchange(
         busy = row.work + row.exchange
         assert row.step == pytest.approx(compute + row.exposed)
         own = OWN.get(row.method.removesuffix(BETWEEN), {"density": density})["density"]
-        assert (row.ahead == 0) == (sends_all(row.method) or own == 1)
+        keeps_coordinates = own < 1 and not sends_all(row.method) and row.method != POWERSGD
+        assert (row.ahead > 0) == keeps_coordinates
         assert 0 <= row.exposed <= (row.ahead + busy) * (1 + 1e-9)
         # At most the backward pass overlaps with the exchange, and nothing with step-ahead.
         assert row.exposed >= row.ahead + busy - compute * 2 / 3 - 1e-9
@@ -119,16 +121,18 @@ def row_of(made, method):
 
 
 def test_a_recommended_method_s_recorded_loss_is_named():
-    made = plan("gpt2", compute_s=0.1, rates=FAR)
+    made = plan("resnet50", compute_s=0.1, rates=FAR)
     assert made.advised.method == "topk"
     assert RECORDED["topk"].worst == (-0.34, "words")
     assert "lost 0.3 points of accuracy on its worst task, words" in verdict(made)
     assert "3.9 % more perplexity on words" in verdict(made)
-    more = "on a small language model with AdamW it needs 1.12 times the steps of dense training"
-    assert f"{more} for the same loss (1.06 to 1.19 by seed)" in verdict(made)
+    more = (
+        "on a ResNet of 0.08 M parameters with SGD it needs 1.00 times the steps of dense training"
+    )
+    assert f"{more} for the same loss (0.93 to 1.02 by seed)" in verdict(made)
     methods, *_, factors, _ = (column.cells for column in table(made).columns)
     told = dict(zip(methods, factors, strict=True))
-    assert (told["scalecom"], told["topk"], told["dense bf16"]) == ("1.24", "1.12", "")
+    assert (told["scalecom"], told["topk"], told["dense bf16"]) == ("1.18", "1.00", "")
     assert "topk, scalecom, gtopk: convergence.json, d9ac83e to f5196f5" in sources(made)
 
 
@@ -138,7 +142,7 @@ def test_what_loses_least_is_preferred_within_the_error_of_predictions():
     assert made.advised.method == UNNAMED != made.rows[0].method
     assert made.advised.to_loss <= WORTH * made.fastest.to_loss
     assert "No other is 1.1 times as fast" in verdict(made)
-    slower = plan("resnet50", compute_s=0.1, rates=SLOW)
+    slower = plan("resnet50", compute_s=0.12, rates=SLOW)
     assert row_of(slower, UNNAMED).to_loss > WORTH * slower.fastest.to_loss
     assert slower.advised.method == AT_10_PER_CENT
     assert "attach(model, density=0.1, format='packed:4'): a step takes" in verdict(slower)
@@ -168,6 +172,17 @@ def test_between_machines_what_attach_does_waits_less_than_between_all_ranks():
     assert "attach(model, sparcel.Hierarchical(sparcel.scheme(" in verdict(made)
 
 
+def test_the_harder_of_two_tasks_counts_and_what_was_not_trained_on_both_is_not_advised():
+    made = plan("gpt2", compute_s=0.6, rates=NODES)
+    for method in (UNNAMED, AT_10_PER_CENT, POWERSGD):
+        factors = [mean(RECORDED[method].factors[task]) for task in ("words", "code")]
+        assert row_of(made, method).factor == pytest.approx(max(1, *factors), rel=0.01)
+    known = row_of(made, "gtopk")
+    assert (known.seeds, known.factor) == (0, RECORDED["gtopk"].factor("text"))
+    assert known.to_loss < made.advised.to_loss / WORTH
+    assert row_of(plan("resnet50", compute_s=0.6, rates=NODES), "gtopk").seeds == 3
+
+
 def test_a_method_that_needs_more_steps_comes_after_one_whose_steps_take_longer():
     made = plan("resnet50", compute_s=0.2, rates=SLOW)
     own, other = row_of(made, AT_10_PER_CENT), row_of(made, "scalecom")
@@ -182,6 +197,18 @@ def test_what_attach_does_is_planned_whatever_the_others_send():
     for name in OWN:
         assert row_of(given, name) == row_of(other, name)
     assert "all packed:5" in [*table(given).columns[1].cells]
+
+
+def test_powersgd_sends_what_matrices_of_rank_4_take_in_gpt_2():
+    width, ranks = 768, 8
+    block = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
+    values = sum(4 * (rows + columns) for rows, columns in [*12 * block, (50257, width)])
+    sent = row_of(plan("gpt2", compute_s=0.1, rates=SLOW), POWERSGD)
+    assert sent.bytes == pytest.approx(2 * (ranks - 1) / ranks * 4 * values, rel=0.3)
+    faster = plan("gpt2", compute_s=0.6, rates=SLOW.slower(8))
+    assert faster.advised.method == POWERSGD
+    assert "Use PowerSGD 4, torch's powerSGD_hook: a step takes" in verdict(faster)
+    assert "what has a higher rank is applied later" in verdict(faster)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +301,8 @@ def test_the_ranks_of_a_node_share_its_link_to_the_server_and_nobody_else_does(
     exchange = predict(SERVED[method], problem, rates).exchange
     assert exchange == pytest.approx(rounds * 1e-4 + here * both / 1e8)
     if method == "topk":
-        assert traffic.bytes_received >= traffic.bytes_sent
+        # A sum may be dense, whose header is 8 bytes shorter.
+        assert traffic.bytes_received + 8 >= traffic.bytes_sent
     else:
         assert traffic.bytes_received == traffic.bytes_sent
 
@@ -299,7 +327,7 @@ def test_arguments_are_checked():
 
 def test_the_table_has_a_row_for_each_method_and_a_legend():
     made = plan("gpt2", compute_s=0.2, rates=SLOW)
-    assert table(made).row_count == len(made.rows) + len(made.outer) == 8 + 3
+    assert table(made).row_count == len(made.rows) + len(made.outer) == 9 + 3
     assert "gpt2: 124,439,808 gradients, 200 ms" in assumptions(made)
     assert "8 nodes of 1 rank, 800 Mbit/s (0.8 Gbit/s and 100 µs, stated);" in assumptions(made)
 
@@ -325,6 +353,6 @@ def test_nothing_is_said_of_losses_that_were_not_recorded():
     for settings in ({"density": 0.001}, {"format": "packed:4"}):
         other = plan("gpt2", compute_s=0.1, rates=FAR, **settings)
         assert "convergence.json" not in sources(other)
-        assert other.advised.method == AT_10_PER_CENT != other.rows[0].method
+        assert other.advised.seeds == 3 > other.rows[0].seeds
     served = plan("gpt2", compute_s=0.1, rates=FAR, density=0.001, topology="parameter-server")
     assert "No training at this density and format was recorded" in verdict(served)

@@ -5,12 +5,13 @@ from statistics import mean
 
 import pytest
 
-from benchmarks.record import RESULTS, rows_of
+from benchmarks.record import RESULTS, Row, rows_of
 from benchmarks.rules import is_todays
 from benchmarks.training.frontier_report import all_rows, usual_of
 from benchmarks.training.step_factors import step_factors
 from sparcel.plan.planner import SPARSE
-from sparcel.plan.recorded import MUON_TASK, OWN, RANKS, RECORDED, STEPS, TASKS, UNNAMED, WITH_MUON
+from sparcel.plan.powersgd import POWERSGD
+from sparcel.plan.recorded import LIKE, MUON, OWN, RANKS, RECORDED, STEPS, TASKS, UNNAMED, WITH_MUON
 from sparcel.schemes import ON_NODES, SEND_ALL, UNDER_MUON, Settings
 
 
@@ -22,23 +23,29 @@ def run_of(settings: Settings) -> str:
     return f"bidirectional,1,{format}/{format.rpartition(':')[2]},still"
 
 
-NAMES = {"hitopk": "hitopk 2×4"} | {name: run_of(settings) for name, settings in OWN.items()}
+NAMES = {
+    "hitopk": "hitopk 2×4",
+    POWERSGD: "powersgd,4",
+    **{name: run_of(settings) for name, settings in OWN.items()},
+}
 """What the records call the methods."""
 
 
 def test_every_method_that_a_plan_may_recommend_is_recorded():
-    assert set(RECORDED) == {*SPARSE, *ON_NODES, *OWN} - set(SEND_ALL)
+    assert set(RECORDED) == {*SPARSE, *ON_NODES, *OWN, POWERSGD} - set(SEND_ALL)
 
 
-def test_muon_s_losses_are_those_of_the_record():
-    rows, run, recorded = all_rows(), run_of(UNDER_MUON), WITH_MUON[UNNAMED]
+@pytest.mark.parametrize("method", WITH_MUON)
+def test_muon_s_losses_are_those_of_the_record(method):
+    rows, recorded, task = all_rows(), WITH_MUON[method], LIKE[MUON][0]
+    run = run_of(UNDER_MUON) if method == UNNAMED else NAMES[method]
     ours, dense = (
-        {row["seed"]: row for row in usual_of(rows, one, MUON_TASK)} for one in (run, "dense")
+        {row["seed"]: row for row in usual_of(rows, one, task)} for one in (run, "dense")
     )
     assert sorted(ours) == list(range(recorded.seeds))
     dates = sorted((row["date"], row["commit"]) for row in ours.values())
     assert recorded.commits == (dates[0][1], dates[-1][1])
-    factors = {MUON_TASK: tuple(round(x, 3) for x in step_factors(rows, run, MUON_TASK))}
+    factors = {task: tuple(round(x, 3) for x in step_factors(rows, run, task))}
     assert factors == recorded.factors
     more = math.exp(mean(ours[seed]["loss"] - dense[seed]["loss"] for seed in ours)) - 1
     assert round(100 * more, 1) == recorded.perplexity
@@ -49,7 +56,7 @@ def test_losses_are_those_of_the_record_and_of_the_rule_of_today(method):
     recorded, name = RECORDED[method], NAMES.get(method, method)
     # Dense training is in one record for all; rows without a method are of torch's hooks.
     suite = [
-        {"run": row.get("method"), **row}
+        {"run": _name(row), **row}
         for file in ("convergence.json", "frontier.json")
         for row in rows_of(RESULTS / file)
         if is_todays(row)
@@ -59,7 +66,7 @@ def test_losses_are_those_of_the_record_and_of_the_rule_of_today(method):
     ]
     rows = [row for row in rows if (row["steps"], row["ranks"]) == (STEPS, RANKS)]
     dense = {(row["task"], row["seed"]): row for row in rows if row.get("method") == "dense"}
-    of_method = [row for row in rows if row.get("method") == name and row["task"] in TASKS]
+    of_method = [row for row in rows if row["task"] in TASKS and _name(row) == name]
     every = [row for row in of_method if is_todays(row)]
     assert every, (
         f"the rule of {method} has changed since {recorded.record} was made: train again with"
@@ -71,14 +78,21 @@ def test_losses_are_those_of_the_record_and_of_the_rule_of_today(method):
         runs = [row for row in every if row["task"] == task]
         assert sorted(row["seed"] for row in runs) == list(range(recorded.seeds))
         density = OWN.get(method, {"density": 0.01})["density"]
-        assert all(row["settings"]["density"] == density for row in runs)
-        assert all(density == 1 or (row["ahead"] and row["frontload"]) for row in runs)
+        ours = [row for row in runs if "settings" in row]
+        assert ours or method == POWERSGD
+        assert all(row["settings"]["density"] == density for row in ours)
+        assert all(density == 1 or (row["ahead"] and row["frontload"]) for row in ours)
         beside = [(row, dense[task, row["seed"]]) for row in runs]
         gained = mean(100 * (row["accuracy"] - base["accuracy"]) for row, base in beside)
         assert round(gained, 2) == points
-        if task in recorded.factors:
-            factors = step_factors(suite, name, task)
-            assert tuple(round(one, 3) for one in factors) == recorded.factors[task]
         if task == "words":
             more = math.exp(mean(row["loss"] - base["loss"] for row, base in beside)) - 1
             assert round(100 * more, 1) == recorded.perplexity
+    for task, factors in recorded.factors.items():
+        assert tuple(round(one, 3) for one in step_factors(suite, name, task)) == factors
+        assert len(factors) == recorded.seeds
+
+
+def _name(row: Row) -> str:
+    """Return what trained; rows of torch's hooks have a run and no method."""
+    return row.get("method", row.get("run", ""))

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from sparcel._checks import check_type
 from sparcel.cost import Prediction, Problem, Rates, default_rates, predict
 from sparcel.errors import InputError
-from sparcel.formats import Format, format_named
+from sparcel.formats import RAW, Format, format_named
 from sparcel.plan.models import Model, model_of
 from sparcel.plan.outer import outer_instead, outer_steps
-from sparcel.plan.recorded import BETWEEN, MUON_TASK, NEAR, OWN, own_settings, recorded
+from sparcel.plan.powersgd import POWERSGD, powersgd_stages
+from sparcel.plan.recorded import BETWEEN, MUON, OWN, own_settings, recorded
 from sparcel.plan.server import SERVED
 from sparcel.plan.steps import (
     DENSE,
@@ -59,8 +60,9 @@ class Plan:
     flip_bytes_per_s
         The bandwidth of a node's link at which the advice changes, all else equal; None where
         none from a ten thousandth to ten thousand times as much changes it.
-    task
-        The recorded task that tells how many steps methods need.
+    kind
+        The kind of recorded trainings that tell how many steps methods need: ``"text"``,
+        ``"images"`` or ``"Muon"``.
     outer
         Outer steps every ``workload.every`` steps, between several machines without a server.
     instead
@@ -73,7 +75,7 @@ class Plan:
     rows: tuple[PlannedStep, ...]
     flip_bytes_per_s: float | None
     topology: str
-    task: str
+    kind: str
     outer: tuple[PlannedStep, ...] = ()
     instead: PlannedStep | None = None
 
@@ -166,9 +168,9 @@ def plan(
         how many steps a method needs.
 
     What `attach` does without a name is planned, too, and at 10 %, whatever the density and format
-    of the others. Step-ahead comes before the forward pass. Gradients are assumed to become ready
-    evenly in the last two thirds of the computation, and the ranks' indices to be independent: the
-    most fill-in that there can be.
+    of the others; so is torch's PowerSGD hook with matrices of rank 4. Step-ahead comes before the
+    forward pass. Gradients are assumed to become ready evenly in the last two thirds of the
+    computation, and the ranks' indices to be independent: the most fill-in that there can be.
 
     Raises
     ------
@@ -186,36 +188,43 @@ def plan(
     if topology not in ("all-reduce", "parameter-server"):
         raise InputError(f"topology must be all-reduce or parameter-server, got {topology!r}")
 
-    task = MUON_TASK if muon else NEAR[trained.kind]
-
-    def rows(rates: Rates) -> tuple[PlannedStep, ...]:
-        nodes = ON_NODES if 1 < rates.ranks_per_node < rates.ranks else ()
-        if topology == "parameter-server":
-            found = [
-                mean_step(name, work, partial(predict, stages, rates=rates), rates)
-                for name, stages in SERVED.items()
-            ]
-        else:
-            methods = (*DENSE, *SPARSE, *nodes)
-            found = [mean_step(name, work, _in_ring(name, rates), rates) for name in methods]
-            for name, sent in own_settings(task).items():
-                own = replace(work, density=sent["density"], format=format_named(sent["format"]))
-                found.append(mean_step(name, own, _in_ring(DEFAULT, rates), rates))
-                if nodes:
-                    found.append(mean_step(name + BETWEEN, own, _between(rates), rates))
-        told = (
-            replace(row, factor=known.factor(task), seeds=known.seeds)
-            if (known := recorded(row.method, work.density, row.format, task))
-            else row
-            for row in found
-        )
-        return tuple(sorted(told, key=lambda row: row.to_loss))
-
+    kind = MUON if muon else trained.kind
+    rows = partial(_rows, work, topology, kind)
     found = rows(rates)
     islands = topology == "all-reduce" and rates.ranks > rates.ranks_per_node
     outer = outer_steps(work, every, rates) if islands else ()
-    made = Plan(work, rates, found, _flip(rows, rates), topology, task, outer)
+    made = Plan(work, rates, found, _flip(rows, rates), topology, kind, outer)
     return replace(made, instead=outer_instead(made.fastest, work, rates)) if islands else made
+
+
+def _rows(work: Workload, topology: str, kind: str, rates: Rates) -> tuple[PlannedStep, ...]:
+    """Return the steps of all methods, that first which is the fastest to the loss."""
+    if topology == "parameter-server":
+        served = {name: partial(predict, stages, rates=rates) for name, stages in SERVED.items()}
+        found = [mean_step(name, work, predicted, rates) for name, predicted in served.items()]
+    else:
+        found = _all_reduced(work, kind, rates)
+    told = (
+        replace(row, factor=known.factor(kind), seeds=known.seeds_of(kind))
+        if (known := recorded(row.method, work.density, row.format, kind))
+        else row
+        for row in found
+    )
+    return tuple(sorted(told, key=lambda row: row.to_loss))
+
+
+def _all_reduced(work: Workload, kind: str, rates: Rates) -> list[PlannedStep]:
+    nodes = ON_NODES if 1 < rates.ranks_per_node < rates.ranks else ()
+    methods = (*DENSE, *SPARSE, *nodes)
+    found = [mean_step(name, work, _in_ring(name, rates), rates) for name in methods]
+    for name, sent in own_settings(kind).items():
+        own = replace(work, density=sent["density"], format=format_named(sent["format"]))
+        found.append(mean_step(name, own, _in_ring(DEFAULT, rates), rates))
+        if nodes:
+            found.append(mean_step(name + BETWEEN, own, _between(rates), rates))
+    everything = replace(work, density=1.0, format=RAW)
+    low_rank = partial(predict, powersgd_stages(work.model.parameters), rates=rates)
+    return [*found, mean_step(POWERSGD, everything, low_rank, rates)]
 
 
 def _in_ring(method: str, rates: Rates) -> Predict:

@@ -7,6 +7,7 @@ from statistics import geometric_mean
 from typing import NamedTuple
 
 from sparcel.formats import Format
+from sparcel.plan.powersgd import POWERSGD
 from sparcel.schemes import RECOMMENDED, SPARSER, UNDER_MUON, Settings
 
 TASKS = ("intents", "speech", "images", "characters", "words")
@@ -14,11 +15,11 @@ TASKS = ("intents", "speech", "images", "characters", "words")
 STEPS, RANKS = 2000, 8
 """The setting of the recorded trainings."""
 
-NEAR = {"text": "words", "images": "images"}
-"""The task that tells how many steps a method needs, by kind of model."""
+MUON = "Muon"
+"""The kind of training where Muon trains, whatever the model is."""
 
-MUON_TASK = "code, Muon"
-"""The same where Muon trains."""
+LIKE = {"text": ("words", "code"), "images": ("images",), MUON: ("code, Muon",)}
+"""The tasks that tell how many steps a method needs, by kind of model or training."""
 
 
 class Recorded(NamedTuple):
@@ -53,9 +54,18 @@ class Recorded(NamedTuple):
         """Points of accuracy on the task with the fewest, and its name."""
         return min(zip(self.points, TASKS, strict=True))
 
-    def factor(self, task: str) -> float:
-        """Return the mean of a task's factors, at least 1: no method is counted on to help."""
-        return max(1.0, geometric_mean(self.factors[task]))
+    def seeds_of(self, kind: str) -> int:
+        """Return how many trainings there are on each task of a kind."""
+        return min(len(self.factors.get(task, ())) for task in LIKE[kind])
+
+    def hardest(self, kind: str) -> str:
+        """Return the task of a kind on which the method needs most steps."""
+        known = (task for task in LIKE[kind] if task in self.factors)
+        return max(known, key=lambda task: geometric_mean(self.factors[task]))
+
+    def factor(self, kind: str) -> float:
+        """Return the mean factor on that task, at least 1: no method is counted on to help."""
+        return max(1.0, geometric_mean(self.factors[self.hardest(kind)]))
 
 
 UNNAMED = "attach's default"
@@ -80,7 +90,11 @@ RECORDED = {
         3,
         (0.08, 0.06, 0.33, -0.02, 0.12),
         -0.5,
-        {"words": (0.972, 1.043, 0.942), "images": (1.01, 0.998, 0.976)},
+        {
+            "words": (0.972, 1.043, 0.942),
+            "code": (0.997, 1.012, 0.997),
+            "images": (1.01, 0.998, 0.976),
+        },
     ),
     AT_10_PER_CENT: Recorded(
         "frontier.json",
@@ -88,7 +102,23 @@ RECORDED = {
         3,
         (-0.08, -0.17, 0.94, 0.02, 0.05),
         0.2,
-        {"words": (1.005, 1.02, 0.99), "images": (0.881, 0.888, 1.021)},
+        {
+            "words": (1.005, 1.02, 0.99),
+            "code": (1.035, 1.059, 1.023),
+            "images": (0.881, 0.888, 1.021),
+        },
+    ),
+    POWERSGD: Recorded(
+        "frontier.json",
+        ("159dadb", "1213d0ab"),
+        3,
+        (-0.14, -0.28, -1.41, -1.25, -0.38),
+        4.2,
+        {
+            "words": (1.094, 1.227, 1.073),
+            "code": (1.314, 1.317, 1.319),
+            "images": (1.108, 1.209, 1.05),
+        },
     ),
     "topk": Recorded(
         _ONE_PER_CENT,
@@ -141,24 +171,32 @@ WITH_MUON = {
         3,
         (),
         0.0,
-        {MUON_TASK: (1.001, 0.998, 1.001)},
+        {"code, Muon": (1.001, 0.998, 1.001)},
+    ),
+    POWERSGD: Recorded(
+        "frontier.json",
+        ("1213d0ab", "1213d0ab"),
+        3,
+        (),
+        34.8,
+        {"code, Muon": (1.602, 1.557, 1.606)},
     ),
 }
 """The same where Muon trains, by which `attach`'s default is another."""
 
 
-def own_settings(task: str) -> Mapping[str, Settings]:
+def own_settings(kind: str) -> Mapping[str, Settings]:
     """Return `OWN`, for Muon with the default that `attach` has there."""
-    return OWN | {UNNAMED: UNDER_MUON} if task == MUON_TASK else OWN
+    return OWN | {UNNAMED: UNDER_MUON} if kind == MUON else OWN
 
 
-def recorded(method: str, density: float, format: Format, task: str) -> Recorded | None:
+def recorded(method: str, density: float, format: Format, kind: str) -> Recorded | None:
     """Return the trainings that were recorded with a method as a plan has it.
 
     Between machines it counts as between ranks: dense sums inside of them round nothing.
     """
     method = method.removesuffix(BETWEEN)
-    if task == MUON_TASK:
+    if kind == MUON:
         return WITH_MUON.get(method)
-    as_recorded = method in OWN or (density == 0.01 and not format.loses)
+    as_recorded = method in (*OWN, POWERSGD) or (density == 0.01 and not format.loses)
     return RECORDED.get(method) if as_recorded else None

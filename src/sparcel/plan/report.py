@@ -10,7 +10,8 @@ from sparcel.formats import RAW
 from sparcel.plan import recorded
 from sparcel.plan.outer import MOST_WAITING, OUTER
 from sparcel.plan.planner import WORTH, Plan
-from sparcel.plan.recorded import BETWEEN, MUON_TASK, UNNAMED, Recorded
+from sparcel.plan.powersgd import POWERSGD
+from sparcel.plan.recorded import BETWEEN, LIKE, UNNAMED, Recorded
 from sparcel.plan.steps import BASELINE, PlannedStep
 from sparcel.schemes import RECOMMENDED, front_loaded
 
@@ -55,19 +56,22 @@ def sources(plan: Plan) -> str:
 
 
 _TRAINED = {
-    "words": "a small language model with AdamW",
-    "images": "a small ResNet with SGD",
-    MUON_TASK: "a language model of 1.3 M parameters with Muon",
+    "words": "a language model of 0.2 M parameters with AdamW",
+    "code": "a language model of 1.3 M parameters with AdamW",
+    "images": "a ResNet of 0.08 M parameters with SGD",
+    "code, Muon": "a language model of 1.3 M parameters with Muon",
 }
 
 
 def legend(plan: Plan) -> str:
     """Return what the table's columns mean."""
+    trained = " and ".join(_TRAINED[task] for task in LIKE[plan.kind])
+    harder = "the harder of " if len(LIKE[plan.kind]) > 1 else ""
     return (
         f"faster: how many times sooner it comes to the same loss than {BASELINE}, overlapped."
         " exposed: what the step takes beyond its computation. ahead: step-ahead, before the"
         " forward pass. work: to select, pack and add up. steps: how many times dense training's"
-        f" steps it needs for the same loss, recorded on {_TRAINED[plan.task]}; blank where none"
+        f" steps it needs for the same loss, recorded on {harder}{trained}; blank where none"
         " was recorded at this density and format, and then faster takes it as 1."
     )
 
@@ -155,7 +159,9 @@ def _in_every_step(plan: Plan) -> str:
 
 def _call(plan: Plan, row: PlannedStep) -> str:
     """Return the call of a method whose name does not tell it."""
-    own, settings = row.method.removesuffix(BETWEEN), recorded.own_settings(plan.task)
+    if row.method == POWERSGD:
+        return ", torch's powerSGD_hook"
+    own, settings = row.method.removesuffix(BETWEEN), recorded.own_settings(plan.kind)
     if own not in settings or row.method == UNNAMED:
         return ""
     usual = settings[own] == RECOMMENDED
@@ -167,12 +173,14 @@ def _call(plan: Plan, row: PlannedStep) -> str:
 
 def _recorded(plan: Plan, row: PlannedStep) -> Recorded | None:
     """Return the trainings that were recorded with a method as it is planned."""
-    return recorded.recorded(row.method, plan.workload.density, row.format, plan.task)
+    return recorded.recorded(row.method, plan.workload.density, row.format, plan.kind)
 
 
 def _caution(plan: Plan, row: PlannedStep) -> str:
     """Return what a method lost in recorded trainings."""
     what = "what is rounded away is" if row.density == 1 else "coordinates are"
+    if row.method == POWERSGD:
+        what = "what has a higher rank is"
     changes = f"It changes training: {what} applied later."
     known = _recorded(plan, row)
     if known is None:
@@ -180,10 +188,11 @@ def _caution(plan: Plan, row: PlannedStep) -> str:
             f"{changes} No training at this density and format was recorded. Compare with dense"
             " training."
         )
-    factor = f"it needs {known.factor(plan.task):.2f} times the steps of dense training for the"
+    task = known.hardest(plan.kind)
+    factor = f"it needs {known.factor(plan.kind):.2f} times the steps of dense training for the"
     return (
-        f"{changes} In recorded trainings {_lost(known)}: on {_TRAINED[plan.task]} {factor} same"
-        f" loss{_by_seed(known.factors[plan.task])}.{_safer(plan, row, known)} Compare with dense"
+        f"{changes} In recorded trainings {_lost(known)}: on {_TRAINED[task]} {factor} same"
+        f" loss{_by_seed(known.factors[task])}.{_safer(plan, row, known)} Compare with dense"
         " training."
     )
 
@@ -243,7 +252,7 @@ def _flip(plan: Plan) -> str:
         return f"{'Dense' if stays else 'This'} is the advice at any bandwidth, all else equal."
     at = bits(plan.flip_bytes_per_s)
     if stays:
-        return f"Sparcel would be worth it, {WORTH} times as fast, on links below {at}."
+        return f"Another would be worth it, {WORTH} times as fast, on links below {at}."
     return f"Dense would do on links above {at}."
 
 
@@ -256,6 +265,8 @@ def _told(row: PlannedStep) -> str:
 
 def _sends(row: PlannedStep) -> str:
     """Return the share of the gradient that a rank sends, and the format if it is not plain."""
+    if row.method == POWERSGD:
+        return "rank 4"
     share = "all" if row.density == 1 else f"{_short(100 * row.density)} %"
     return share if row.format == RAW else f"{share} {row.format.name}"
 

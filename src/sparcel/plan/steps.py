@@ -82,7 +82,8 @@ class PlannedStep:
     one step to the next, and ``exposed`` what it takes beyond the computation. ``bytes`` are a
     rank's, ``density`` and ``format`` what it sends. Of an exchange ``every`` so many steps, times
     and bytes are a step's share. ``factor`` is how many times dense training's steps it needs for
-    the same loss, in the mean over ``seeds`` trainings; None where that was not recorded.
+    the same loss; None where that was not recorded. ``seeds`` is how many trainings there are on
+    each task that counts.
     """
 
     method: str
