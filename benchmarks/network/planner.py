@@ -31,12 +31,13 @@ from benchmarks.clock import Clock, Timed
 from benchmarks.machine import itself, machine
 from benchmarks.network.planner_judge import judge
 from sparcel.bench.baselines import Contender
-from sparcel.bench.contenders import contender, names
+from sparcel.bench.contenders import STEP, contender, names
 from sparcel.bench.engines import BenchEngine, connected
 from sparcel.bench.inputs import Case
 from sparcel.bench.predicted import predicted, problem_of
 from sparcel.comm import Communicator
 from sparcel.cost import Rates, measure
+from sparcel.formats import RAW, format_named
 from sparcel.ops import MAX
 
 GRIDS: dict[str, dict[str, list[Any]]] = {
@@ -57,6 +58,9 @@ GRIDS: dict[str, dict[str, list[Any]]] = {
 }
 """What the settings are drawn from; the test set shares no vector and no layout with the fit set.
 A layout is nodes and ranks per node."""
+
+FORMATS = {STEP + "bidirectional": "packed:4"}
+"""How rows travel that are not plain: as `attach` sends 10 %, by compiled passes."""
 
 EACH = 5
 """Vectors drawn for each network."""
@@ -189,13 +193,14 @@ def _rows(
     for name in names("all", True, here):
         if predicted(name, case, here, _rates(engine)) is None:
             continue
-        made = contender(name, case, engine, here)
+        format = format_named(FORMATS.get(name, RAW.name))
+        made = contender(name, case, engine, here, format)
         if made is None:
             continue
         seconds, wrong = _timed(made, comm)
-        problem = problem_of(name, case, here)
+        problem = problem_of(name, case, here, format)
         asked = {"size": problem.size, "k": problem.k, "ranks": problem.ranks}
-        asked |= {"ranks_per_node": here, "spread": problem.spread}
+        asked |= {"ranks_per_node": here, "spread": problem.spread, "format": format.name}
         rows.append({**drawn, "row": name, "seconds": seconds, "wrong": wrong, "problem": asked})
     return rows
 

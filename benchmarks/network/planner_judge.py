@@ -16,6 +16,7 @@ from sparcel.bench.contenders import STEP
 from sparcel.bench.predicted import stages_for
 from sparcel.collectives import ALGORITHMS
 from sparcel.cost import Problem, Rates, predict
+from sparcel.formats import RAW, format_named
 from sparcel.schemes.auto import CANDIDATES
 
 NEAR, GOOD = 0.25, 1.15
@@ -78,4 +79,5 @@ def _predicted(row: Row, rates: Rates) -> float:
     stages = stages_for(row["row"], rates)
     assert stages is not None, "only rows with a prediction were measured"
     known = {name: value for name, value in row["problem"].items() if name != "clusters"}
-    return predict(stages, Problem(**known), rates).seconds
+    format = format_named(known.pop("format", RAW.name))
+    return predict(stages, Problem(**known, format=format), rates).seconds

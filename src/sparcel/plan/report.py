@@ -179,8 +179,10 @@ def _recorded(plan: Plan, row: PlannedStep) -> Recorded | None:
 def _caution(plan: Plan, row: PlannedStep) -> str:
     """Return what a method lost in recorded trainings."""
     what = "what is rounded away is" if row.density == 1 else "coordinates are"
+    larger = ""
     if row.method == POWERSGD:
         what = "what has a higher rank is"
+        larger = " The larger the model, the more it needed."
     changes = f"It changes training: {what} applied later."
     known = _recorded(plan, row)
     if known is None:
@@ -192,8 +194,8 @@ def _caution(plan: Plan, row: PlannedStep) -> str:
     factor = f"it needs {known.factor(plan.kind):.2f} times the steps of dense training for the"
     return (
         f"{changes} In recorded trainings {_lost(known)}: on {_TRAINED[task]} {factor} same"
-        f" loss{_by_seed(known.factors[task])}.{_safer(plan, row, known)} Compare with dense"
-        " training."
+        f" loss{_by_seed(known.factors[task])}.{larger}{_safer(plan, row, known)} Compare with"
+        " dense training."
     )
 
 
@@ -221,10 +223,15 @@ def _safer(plan: Plan, row: PlannedStep, known: Recorded) -> str:
     """Return what `UNNAMED` takes, if it lost less than a method that is advised before it."""
     unnamed = next((one for one in plan.rows if one.method == UNNAMED), row)
     own = _recorded(plan, unnamed)
-    if own is None or own is known or own.worst <= known.worst:
+    if own is None or own is known:
         return ""
+    points = ""
+    if known.points and own.points:
+        if own.worst <= known.worst:
+            return ""
+        points = f"{max(0.0, -own.worst[0]):.1f} points and "
     return (
-        f" With {UNNAMED} it was {max(0.0, -own.worst[0]):.1f} points and {own.perplexity:.1f} %,"
+        f" With {UNNAMED} it was {points}{own.perplexity:.1f} %,"
         f" and a step takes {_ms(unnamed.step)} ms."
     )
 

@@ -25,6 +25,7 @@ from sparcel.device import Number, all_of, finite_flag
 from sparcel.errors import FormatError
 from sparcel.formats import Expected, Format, message_length
 from sparcel.kernels import Addition, Phase
+from sparcel.regions.layout import few_bits
 from sparcel.stages import Exchange, Problem, Stage, Work
 from sparcel.stream import WRITTEN, SparseStream
 from sparcel.wire import Wire
@@ -150,17 +151,22 @@ def stages(problem: Problem, returned: float) -> Iterator[Stage]:
 
     up = message(problem.k, problem.format)
     down = message(returned, problem.answer or problem.format)
+    bits, _ = few_bits(problem.format, problem.k == problem.size)
+    slower = 1.0 if bits else _BY_TORCH
     yield Work("small", _SMALL)
-    yield Work("add", problem.size, times=_ENTERING)
+    yield Work("select", problem.size, times=slower * _ENTERING)
     if ranks > 1:
         yield Exchange("rotate", (up,) * (ranks - 1), (up,) * (ranks - 1))
-        yield Work("add", region, times=ranks)
+        yield Work("select", region, times=slower * ranks)
         yield Exchange("rotate", (down,) * (ranks - 1), (down,) * (ranks - 1))
-    yield Work("add", problem.size, times=_DELIVERING)
+    yield Work("select", problem.size, times=slower * _DELIVERING)
 
 
 _SMALL = 50
 """Small operations of a step, besides those on its vectors."""
 
-_ENTERING, _DELIVERING = 2.5, 1.0
-"""The time to make messages of a vector, and to read them, in additions to the vector."""
+_ENTERING, _DELIVERING = 2.0, 1.0
+"""The time to make messages of a vector, and to read them, in selections from the vector."""
+
+_BY_TORCH = 2.5
+"""How many times as long it takes in formats that compiled passes do not know."""

@@ -76,7 +76,7 @@ def phase(regions: Regions, shares: Shares, format: Format, dtype: torch.dtype) 
     ]
     headers = [format.blank_header(length, dtype, dense).pack() for length in lengths]
     compiled = dtype == torch.float32 and regions.size <= _LONGEST
-    bits, group = _few_bits(format, dense) if compiled else (0, 0)
+    bits, group = few_bits(format, dense) if compiled else (0, 0)
     return Phase(
         regions,
         shares,
@@ -92,7 +92,7 @@ def phase(regions: Regions, shares: Shares, format: Format, dtype: torch.dtype) 
     )
 
 
-def _few_bits(format: Format, dense: bool) -> tuple[int, int]:
+def few_bits(format: Format, dense: bool) -> tuple[int, int]:
     """Return a format's bits and the values that share a scale, where compiled passes know it."""
     code = format.value_code
     known = (
