@@ -173,6 +173,14 @@ WITH_MUON = {
         0.0,
         {"code, Muon": (1.001, 0.998, 1.001)},
     ),
+    AT_10_PER_CENT: Recorded(
+        "frontier.json",
+        ("323fd5da", "6e2709d3"),
+        3,
+        (),
+        8.9,
+        {"code, Muon": (1.145, 1.139, 1.138)},
+    ),
     POWERSGD: Recorded(
         "frontier.json",
         ("1213d0ab", "1213d0ab"),
