@@ -155,10 +155,11 @@ def test_under_muon_the_default_is_another_and_what_was_not_recorded_is_not_advi
     default = row_of(made, UNNAMED)
     assert (default.density, default.format.name) == (1, UNDER_MUON["format"])
     assert made.rows[0].factor is None
-    assert made.advised.method == AT_10_PER_CENT
+    assert made.advised.method == POWERSGD
     assert "a language model of 1.3 M parameters with Muon" in verdict(made)
-    assert f"With {UNNAMED} it was" in verdict(made)
-    on_nodes = plan("gpt2", compute_s=0.6, rates=NODES, muon=True)
+    assert f"With {UNNAMED} it was 0.0 %" in verdict(made)
+    assert plan("gpt2", compute_s=0.6, rates=SLOW, muon=True).advised.method == AT_10_PER_CENT
+    on_nodes = plan("gpt2", compute_s=0.2, rates=QUICK, muon=True)
     assert on_nodes.advised.method == UNNAMED + BETWEEN
     assert "sparcel.scheme(density=1.0, format='packed:8')" in verdict(on_nodes)
 
