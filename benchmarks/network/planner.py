@@ -66,8 +66,8 @@ EACH = 5
 """Vectors drawn for each network."""
 
 BUDGET_SECONDS, LONG_SECONDS, ENOUGH_SECONDS, MOST = 1.5, 5.0, 2.0, 7
-"""Seconds to time a row, above which its first run counts too, which touches new memory, above
-which one run is enough, and the most runs."""
+"""Seconds to time a row; seconds above which its first run, which touches new memory, counts too;
+seconds above which one run is enough; and the most runs."""
 
 Row = dict[str, Any]
 

@@ -155,7 +155,7 @@ def test_under_muon_the_default_is_another_and_what_was_not_recorded_is_not_advi
     default = row_of(made, UNNAMED)
     assert (default.density, default.format.name) == (1, UNDER_MUON["format"])
     assert made.rows[0].factor is None
-    assert made.advised.method == POWERSGD
+    assert made.advised is made.fastest is row_of(made, POWERSGD)
     assert "a language model of 1.3 M parameters with Muon" in verdict(made)
     assert f"With {UNNAMED} it was 0.0 %" in verdict(made)
     assert plan("gpt2", compute_s=0.6, rates=SLOW, muon=True).advised.method == AT_10_PER_CENT

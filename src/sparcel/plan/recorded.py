@@ -34,7 +34,7 @@ class Recorded(NamedTuple):
     seeds
         How many trainings on each task.
     points
-        Points of accuracy above dense training, by `TASKS`; means over the seeds.
+        Points of accuracy above dense training, by `TASKS`; means over the seeds. Empty for Muon.
     perplexity
         How much more perplexity the language model has than with dense training, %.
     factors
@@ -53,6 +53,12 @@ class Recorded(NamedTuple):
     def worst(self) -> tuple[float, str]:
         """Points of accuracy on the task with the fewest, and its name."""
         return min(zip(self.points, TASKS, strict=True))
+
+    def loses_less(self, other: Recorded) -> bool:
+        """Tell whether it ended better: in points of accuracy, or in perplexity without any."""
+        if self.points:
+            return self.worst > other.worst
+        return self.perplexity < other.perplexity
 
     def seeds_of(self, kind: str) -> int:
         """Return how many trainings there are on each task of a kind."""

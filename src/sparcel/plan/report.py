@@ -181,8 +181,7 @@ def _caution(plan: Plan, row: PlannedStep) -> str:
     what = "what is rounded away is" if row.density == 1 else "coordinates are"
     larger = ""
     if row.method == POWERSGD:
-        what = "what has a higher rank is"
-        larger = " The larger the model, the more it needed."
+        what, larger = "what has a higher rank is", " Larger language models needed more."
     changes = f"It changes training: {what} applied later."
     known = _recorded(plan, row)
     if known is None:
@@ -223,13 +222,9 @@ def _safer(plan: Plan, row: PlannedStep, known: Recorded) -> str:
     """Return what `UNNAMED` takes, if it lost less than a method that is advised before it."""
     unnamed = next((one for one in plan.rows if one.method == UNNAMED), row)
     own = _recorded(plan, unnamed)
-    if own is None or own is known:
+    if own is None or not own.loses_less(known):
         return ""
-    points = ""
-    if known.points and own.points:
-        if own.worst <= known.worst:
-            return ""
-        points = f"{max(0.0, -own.worst[0]):.1f} points and "
+    points = f"{max(0.0, -own.worst[0]):.1f} points and " if own.points else ""
     return (
         f" With {UNNAMED} it was {points}{own.perplexity:.1f} %,"
         f" and a step takes {_ms(unnamed.step)} ms."

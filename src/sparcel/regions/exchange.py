@@ -151,8 +151,8 @@ def stages(problem: Problem, returned: float) -> Iterator[Stage]:
 
     up = message(problem.k, problem.format)
     down = message(returned, problem.answer or problem.format)
-    bits, _ = few_bits(problem.format, problem.k == problem.size)
-    slower = 1.0 if bits else _BY_TORCH
+    compiled, _ = few_bits(problem.format, problem.is_dense(problem.k))
+    slower = 1.0 if compiled else _BY_TORCH
     yield Work("small", _SMALL)
     yield Work("select", problem.size, times=slower * _ENTERING)
     if ranks > 1:
