@@ -379,10 +379,10 @@ def test_all_name_the_rank_whose_message_is_torn(
 
     def job(comm: Communicator) -> None:
         gathers(comm)
-        time.sleep(SHORT / 2)  # the culprit, which got there, must not be the first to give up
+        time.sleep(SHORT)  # the culprit, which got there, must not be the first to give up
         gathers(comm)
 
-    for outcome in on_islands(places, 3, job, timeout=SHORT):
+    for outcome in on_islands(places, 3, job, timeout=2 * SHORT):
         assert isinstance(outcome, CommunicationError)
         assert "a message of rank 1, which is torn in" in str(outcome)
     assert not any("sent" in name for name in os.listdir(tmp_path))
