@@ -11,23 +11,21 @@ from typing import Any
 import pytest
 
 from sparcel.errors import MismatchError
-from sparcel.outer.places import serve
+from sparcel.outer.meeting import Server
 from tests.outer.islands import Model, Named, Training, same
 
 PATIENCE = 2.0
 
 
 @pytest.fixture(params=["links", "bucket"])
-def place(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[str]:
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """Return a place where islands meet."""
     if request.param == "bucket":
         yield str(tmp_path)
         return
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # otherwise it looks up the machine's name
-    store = serve(0)
-    yield f"tcp://127.0.0.1:{store.port}"
+    server = Server(0, tmp_path)
+    yield f"tcp://127.0.0.1:{server.port}"
+    server.close()
 
 
 class Island(Training):
@@ -57,7 +55,7 @@ class Island(Training):
 
     @property
     def members(self) -> list[int]:
-        members: list[int] = self.outer._islands._members  # type: ignore[attr-defined]
+        members: list[int] = self.outer._islands._protocol._members  # type: ignore[union-attr]
         return members
 
 
@@ -99,8 +97,6 @@ def agree(islands: list[Island]) -> None:
 def test_islands_join_leave_and_come_late(place: str) -> None:
     with ThreadPoolExecutor(3) as threads:
         first, second = (Island(place, number) for number in range(2))
-        store = first.outer._islands._store  # type: ignore[union-attr]
-        store.add("guests", 1)  # one dies while it asks to join
         run = Run()  # a third joins, with parameters of its own that do not count
         joining = threads.submit(run.join, place, 2, after=first, model=Model(seed=5))
         following = threads.submit(run.follow, second)

@@ -1,26 +1,62 @@
-"""``sparcel meet``: serves the store where islands meet that come and go."""
+"""``sparcel meet``: serves the place where islands meet that come and go."""
 
 from __future__ import annotations
 
-import threading
+import json
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
 
-from sparcel.outer.places import PORT, serve
+from sparcel.outer.meeting import Server
+from sparcel.outer.places import PORT
+
+_SHOWN_SECONDS = 2.0
 
 
 def meet(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Where to listen; 0: any.")] = PORT,
+    state: Annotated[
+        Path | None, typer.Option(help="Folder that keeps what islands have decided.")
+    ] = None,
 ) -> None:
     """Serve the place where islands of sparcel.outer meet, until it is interrupted.
 
-    It carries no parameters, only who takes part in a step, and it must outlive every island.
-    Whoever reaches the port can take part: keep it inside a private network. For example, on a
-    machine that all islands reach:
+    It carries no parameters, only who takes part in a step. Started again with the same port, it
+    goes on from what it has kept; islands wait for it. Whoever reaches the port can take part:
+    keep it inside a private network. For example, on a machine that all islands reach:
 
         sparcel meet --port 29400
     """
-    store = serve(port)
-    typer.echo(f"islands meet at tcp://HOST:{store.port}; HOST is a name of this machine")
-    threading.Event().wait()
+    server = Server(port, state)
+    typer.echo(f"islands meet at tcp://HOST:{server.port}; HOST is a name of this machine")
+    console = Console()
+    if not console.is_terminal:
+        while True:
+            time.sleep(_SHOWN_SECONDS)
+    with Live(console=console, transient=True) as live:
+        while True:
+            live.update(_table(server.folder))
+            time.sleep(_SHOWN_SECONDS)
+
+
+def _table(folder: Path) -> Table:
+    table = Table("run", "island", "outer steps", "seconds a step", "last seen")
+    for row in _rows(folder):
+        table.add_row(*row)
+    return table
+
+
+def _rows(folder: Path) -> Iterator[tuple[str, ...]]:
+    """Yield what islands have told of themselves last."""
+    for path in sorted(folder.glob("run-*/run-beat.*")):
+        with suppress(OSError, ValueError):
+            told, ago = json.loads(path.read_text()), time.time() - path.stat().st_mtime
+            run, island = path.parent.name.removeprefix("run-"), path.name.rpartition(".")[2]
+            yield run, island, str(told["steps"]), f"{told['seconds']:.3g}", f"{ago:.0f} s ago"

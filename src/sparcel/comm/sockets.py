@@ -24,6 +24,23 @@ _KEY = "key"
 
 Address = tuple[str, int]
 
+
+class UnreachedError(OSError):
+    """Some ranks were not reached.
+
+    Parameters
+    ----------
+    text
+        What has happened.
+    peers
+        The ranks.
+    """
+
+    def __init__(self, text: str, peers: list[int]) -> None:
+        super().__init__(text)
+        self.peers = peers
+
+
 _STRANGERS = 128
 """How many connections may be open at once that have not proven to be a rank."""
 
@@ -107,7 +124,12 @@ class _Meeting:
         if address[0] == self.address[0]:
             connection = _unix_socket(_unix_name(self._key, address))
         if connection is None:
-            connection = socket.create_connection(address, timeout=_left(deadline))
+            try:
+                connection = socket.create_connection(address, timeout=_left(deadline))
+            except OSError as error:
+                host, port = address
+                text = f"rank {peer} of the group cannot be reached at {host}:{port}: {error}"
+                raise UnreachedError(text, [peer]) from error
         self._begin(connection, greet(connection, self._key, self._rank, peer), peer)
 
     def wait(self, deadline: float) -> None:
@@ -115,7 +137,8 @@ class _Meeting:
         while self._expected:
             ready = self._selector.select(_left(deadline))
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"timed out without ranks {sorted(self._expected)} of the group")
+                peers = sorted(self._expected)
+                raise UnreachedError(f"timed out without ranks {peers} of the group", peers)
             for connection in [entry.fileobj for entry, _ in ready]:
                 assert isinstance(connection, socket.socket)
                 if connection in self._listeners:
@@ -161,7 +184,8 @@ class _Meeting:
             self.connected[end.value] = connection
         except OSError as error:
             if dialled is not None:
-                raise ConnectionError(f"rank {dialled} did not greet: {error}") from error
+                text = f"rank {dialled} of the group did not greet: {error}"
+                raise UnreachedError(text, [dialled]) from error
             self._drop(connection)
 
     def _drop_oldest(self) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -18,14 +19,14 @@ from sparcel.errors import InputError, MismatchError, checked_name, public_url
 from sparcel.fsdp import FSDPDriver, Replicas, is_sharded
 from sparcel.outer.driver import Outer, Poison
 from sparcel.outer.island import Copies, Follower, Island, Shards
-from sparcel.outer.islands import Elastic, Fixed, answering
+from sparcel.outer.islands import Elastic, Fixed
 from sparcel.outer.method import Method, chosen_method
 from sparcel.outer.places import meeting_at
 from sparcel.outer.shared import Shared
 from sparcel.schemes import Scheme
 from sparcel.training import Averager, Shard
 from sparcel.training.checks import checked_optimizers, warn_if_alone
-from sparcel.training.names import model_names
+from sparcel.training.names import inner_model, model_names
 
 Place: TypeAlias = "Group | DeviceMesh | Store | str | os.PathLike[str]"
 """Where islands meet: see `attach`."""
@@ -128,6 +129,7 @@ def attach(
         copies = Copies(model.process_group, [*parameters.values(), *averaged.values()])
         if model.process_group.rank() > 0:
             follower = Follower(copies)
+            follower.advance()
             follower.start(optimizers)
             return follower
         island = copies
@@ -142,13 +144,17 @@ def attach(
             f" with every={every} and {turns} fragments"
         )
     tensors = shared.by_name()
-    settings = (every, chosen, buffers, poison)
+    settings = {"every": every, "method": chosen, "buffers": buffers, "poison": poison}
     elastic = None
     if (meeting := meeting_at(group, patience)) is not None:
-        layout = digest(repr([(name, one.shape) for name, one in tensors.items()]), 56)
-        begin = shared.digest(shared.vectors)
-        with answering():
-            elastic = Elastic(*meeting, f"{settings}, layout {layout}", begin, least, patience)
+        try:
+            elastic = Elastic(
+                *meeting, _facts(settings, tensors), _layout(tensors), least, patience, shared
+            )
+        except BaseException:
+            if island is not None:
+                island.fail()
+            raise
         group = elastic.comm
     averager = Averager(
         tensors,
@@ -167,8 +173,23 @@ def attach(
     if elastic is None:
         warn_if_alone(averager.comm.size, averager.handle.sparse)
     outer = Outer(shared, averager, elastic or Fixed(averager.comm), chosen, every, poison, island)
-    if elastic is not None and elastic.begun:
-        with answering():
-            outer.join()
+    if elastic is not None and elastic.joined:
+        outer.join()
+    outer.begin()
+    if island is not None:
+        island.lead(outer.steps, outer.steps > 0, False)
     outer.start(optimizers)
+    outer.follow(inner_model(model))
     return outer
+
+
+def _layout(tensors: Mapping[str, Tensor]) -> str:
+    return "\n".join(f"{name} {list(one.shape)}" for name, one in tensors.items())
+
+
+def _facts(settings: Mapping[str, object], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return what has to be the same on islands that come and go, by name."""
+    vectors = "narrow" if torch.backends.cpu.get_cpu_capability() == "DEFAULT" else "wide"
+    named = {**settings, "rounding of the processor": vectors}
+    layout = f"{digest(_layout(tensors), 128):032x}"
+    return {**{name: f"{value}" for name, value in named.items()}, "layout": layout}

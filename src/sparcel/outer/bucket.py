@@ -39,6 +39,8 @@ from sparcel.delta.stores import ExclusiveStore, Folder, store_at
 from sparcel.delta.stores import Store as Place
 from sparcel.errors import InputError, MismatchError, shown
 from sparcel.ops import Op
+from sparcel.outer.board import Patient
+from sparcel.outer.meeting import Meeting
 
 _OWN_NAME = "own name"
 """A key whose value is the key itself, with the prefixes that it got on its way to the bucket."""
@@ -120,11 +122,15 @@ class BucketStore(Store):
     place
         A folder's path, a URL that fsspec knows, or a store of `sparcel.delta`; nobody else
         publishes there.
+    seconds
+        For how long a request that fails is made again.
 
     Attributes
     ----------
-    place
+    found
         The store that holds the files.
+    place
+        The same, whose requests are made again.
     pause
         Seconds between two looks at first.
 
@@ -136,21 +142,23 @@ class BucketStore(Store):
 
     timeout: timedelta  # torch's stub lacks it
 
-    def __init__(self, place: Place | str | os.PathLike[str]) -> None:
+    def __init__(self, place: Place | str | os.PathLike[str], seconds: float = 0.0) -> None:
         super().__init__()
         found = store_at(place)
         probe = _ROOT + uuid4().hex
         if not isinstance(found, ExclusiveStore):
             raise InputError(f"{type(found).__name__} cannot be a bucket: it has no create()")
+        self.found, self.place = found, Patient(found, seconds)
         try:
-            if not found.create(probe, [b""]) or found.create(probe, [b""]):
+            self.place.create(probe, [b"1"])
+            if self.place.create(probe, [b"2"]):
                 raise InputError(
                     f"{found} cannot be a bucket: it lets several writers create the same file"
                 )
         finally:
-            found.remove(probe)
-        self.place: ExclusiveStore = found
-        self.pause = _FOLDER_SECONDS if isinstance(found, Folder) else _REMOTE_SECONDS
+            self.place.remove(probe)
+        is_near = isinstance(found, Folder | Meeting)
+        self.pause = _FOLDER_SECONDS if is_near else _REMOTE_SECONDS
         self._never = threading.Event()
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -296,7 +304,7 @@ class BucketEngine:
         self.rank, self.size, self.timeout = rank, len(names), timeout
         self.waiting = False
         self._errors, self._names = PeerErrors(names, rank), names
-        self._bucket, self._place = bucket, bucket.place
+        self._bucket, self._place, self._now = bucket, bucket.place, bucket.found
         self._stem = f"{_named(prefix + 'sent')}!"
         self._causes = _causes(prefix)
         self._aborted = threading.Event()
@@ -404,7 +412,7 @@ class BucketEngine:
         """Take in the messages that are there."""
         if len(arrived) == len(receives):
             return
-        names = self._place.names()
+        names = self._now.names()
         there: dict[int, list[tuple[int, str, bool]]] = {}
         pattern = re.compile(re.escape(self._stem) + r"(\d+)\.(\d+)\.([0-9a-f]+)")
         for match in filter(None, map(pattern.fullmatch, names)):
@@ -414,7 +422,7 @@ class BucketEngine:
                 there.setdefault(peer, []).append((number, match[0], readers == 1 << self.rank))
         for peer, files in there.items():
             number, name, alone = min(files)
-            body = self._parse(peer, self._place.read(name), call, receives[peer])
+            body = self._parse(peer, self._now.read(name), call, receives[peer])
             if body is None:
                 continue
             arrived[peer] = [body]

@@ -9,14 +9,14 @@ from contextlib import ExitStack
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparcel._checks import check_type
 from sparcel.comm import Job, SimulatedCommunicator
-from sparcel.errors import CommunicationError, InputError, MismatchError
+from sparcel.errors import CommunicationError, InputError, MismatchError, warn
 from sparcel.outer.island import Island, forget_spoilt
-from sparcel.outer.islands import Elastic, Fixed, Islands, answering
+from sparcel.outer.islands import Elastic, Fixed, Islands
 from sparcel.outer.method import Method
 from sparcel.outer.shared import Shared, Vector
 from sparcel.training import Averager, Stats
@@ -28,7 +28,7 @@ Outcome = Literal["done", "void", "again", "late"]
 """How an attempt at an outer step has ended."""
 
 
-_NUMBERS = ("clock", "steps", "ends", "outcome", "finite")
+_NUMBERS = ("clock", "steps", "ends", "outcome", "finite", "place", "island", "order", "at")
 _OUTCOMES: tuple[Outcome | None, ...] = (None, "done", "void")
 """The outcomes that a state may hold, by their numbers there."""
 
@@ -69,9 +69,11 @@ class Outer:
         self._under_way: Job[Outcome] | None = None
         self._ends = 0
         """After how many inner steps the island goes on with what is under way."""
-        self._finite = True
-        self._anew = False
-        """Whether this inner step has ended with what is shared, because of NaN or Inf."""
+        self._finite, self._was_told = True, False
+        self._changed = self._anew = False
+        """Whether this inner step has ended with what is shared, and because of NaN or Inf."""
+        self._undone = False
+        """Whether the model was loaded from a checkpoint of before this island took over."""
         self._inner: Sequence[Optimizer] = ()
         self._worker = ThreadPoolExecutor(1, "sparcel-outer")
         self._undo = ExitStack()
@@ -101,26 +103,36 @@ class Outer:
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Count the steps of the last of these optimisers from now on."""
         self._inner = optimizers
-        hook = optimizers[-1].register_step_post_hook(lambda *_: self.advance())
-        self._undo.callback(hook.remove)
+        for hook in (
+            optimizers[0].register_step_pre_hook(lambda *_: self._redo()),
+            optimizers[-1].register_step_post_hook(lambda *_: self.advance()),
+        ):
+            self._undo.callback(hook.remove)
+
+    def follow(self, model: nn.Module) -> None:
+        """See to it that nobody loads another model behind this one's back."""
+
+        def loaded(*_: object) -> None:
+            self._undone = self._islands.joined
+
+        self._undo.callback(model.register_load_state_dict_post_hook(loaded).remove)
 
     @torch.no_grad()
     def advance(self) -> None:
         """Count an inner step, and do what is due after it; optimisers call it."""
         self._clock += 1
-        before, self._anew = self.steps, False
+        self._changed = self._anew = False
         try:
-            with answering():
-                if self._under_way is not None and self._clock >= self._ends:
-                    self._go_on()
-                if self._under_way is None and (self._is_due() or self._is_awaited()):
-                    self._begin()
+            if self._under_way is not None and self._clock >= self._ends:
+                self._go_on()
+            if self._under_way is None and (self._is_due() or self._is_awaited()):
+                self._begin()
         except BaseException:
             if self._island is not None:
                 self._island.fail()
             raise
         if self._island is not None:
-            self._island.lead(self.steps - before, self._anew)
+            self._island.lead(self.steps, self._changed, self._anew)
 
     def _go_on(self) -> None:
         """Wait for the exchange that is under way, and go on with its outcome."""
@@ -133,19 +145,19 @@ class Outer:
         if outcome == "late":
             self._catch_up()
             return
+        self._changed = True
         if not self._finite:
             self._begin_anew()
         elif outcome == "done":
             for vector in self._fragment:
                 vector.put(self._method.keep)
         self.steps += 1
-        self._islands.committed(self.steps, self._shared.tensors)
+        self._islands.committed(self._clock)
 
     def join(self) -> None:
-        """Take over what the islands share, and begin from there."""
-        self._take_over()
-        for vector in self._shared.vectors:
-            vector.put()
+        """Begin from what the others share, which has been received."""
+        self._received()
+        self._put()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Tensor]:
@@ -157,7 +169,8 @@ class Outer:
         Returns
         -------
         dict
-            ``clock``, ``steps``, ``ends``, ``outcome`` and ``finite``, whole numbers;
+            ``clock``, ``steps``, ``ends``, ``outcome``, ``finite``, ``place``, ``island``,
+            ``order`` and ``at``, whole numbers; ``rate``, the outer optimiser's;
             ``shared.{name}`` and ``momentum.{name}``, the same on all islands; and the entries of
             `Handle.state_dict`. Among elastic islands, these are of a rank 0 of 1.
         """
@@ -171,12 +184,14 @@ class Outer:
             "ends": self._ends,
             "outcome": _OUTCOMES.index(outcome),
             "finite": int(self._finite),
+            **self._islands.numbers(),
         }
         memory = self._averager.handle.state_dict()
         if not isinstance(self._islands, Fixed):
             memory = _of_rank(memory, 0, 1)
         return {
             **{name: torch.tensor(number) for name, number in numbers.items()},
+            "rate": torch.tensor(self._shared.rate, dtype=torch.float64),
             **{name: tensor.clone() for name, tensor in self._shared.named()},
             **{f"averager.{name}": tensor for name, tensor in memory.items()},
         }
@@ -184,9 +199,10 @@ class Outer:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what `state_dict` returned, on any number of islands; all of them call.
 
-        The model and the inner optimiser have to go on from the same step. Of a run that has gone
-        on without this island meanwhile, only the memory is taken over. With a fixed group, rank r
-        takes over the memory of all old ranks r, r+P, …, as `Handle.load_state_dict` says.
+        The model and the inner optimiser have to go on from the same step. If a run has gone on
+        without this island, it goes on from what the others share, and a warning says so: what it
+        had moved and not sent is lost, since the others may have counted it. With a fixed group,
+        rank r takes over the memory of all old ranks r, r+P, …, as `Handle.load_state_dict` says.
 
         Raises
         ------
@@ -194,7 +210,7 @@ class Outer:
             When an entry is missing or does not fit.
         """
         check_type(state, Mapping, "state", _WAY_OUT)
-        expected = dict.fromkeys(_NUMBERS, torch.zeros(())) | dict(self._shared.named())
+        expected = dict.fromkeys((*_NUMBERS, "rate"), torch.zeros(())) | dict(self._shared.named())
         for name, tensor in expected.items():
             if name not in state:
                 raise InputError(f"the state has no {name!r}; {_WAY_OUT}")
@@ -211,15 +227,24 @@ class Outer:
         comm, numbers = self._averager.comm, {name: int(state[name]) for name in _NUMBERS}
         if not isinstance(self._islands, Fixed):
             memory = _of_rank(memory, comm.rank, comm.size)
-        self._averager.handle.load_state_dict(memory)
-        if numbers["steps"] < self.steps and not isinstance(self._islands, Fixed):
+        if isinstance(self._islands, Elastic) and not self._islands.resume(numbers):
+            self._put()
+            warn(
+                f"the run has done {self.steps} outer steps, and the checkpoint is of"
+                f" {numbers['steps']}: this island goes on from what the others share, and what it"
+                " had moved until then and not sent is lost"
+            )
             return
+        self._averager.handle.load_state_dict(memory)
+        self._undone = False
         for name, tensor in self._shared.named():
             tensor.copy_(state[name])
+        self._shared.rate = float(state["rate"])
         self._clock, self.steps = numbers["clock"], numbers["steps"]
         outcome, self._ends = _OUTCOMES[numbers["outcome"]], numbers["ends"]
         self._under_way = None if outcome is None else _ended(outcome)
         self._finite = bool(numbers["finite"])
+        self.begin()
 
     def close(self) -> None:
         """Exchange nothing more; the model stays as it is."""
@@ -240,7 +265,7 @@ class Outer:
 
     def _is_awaited(self) -> bool:
         """Tell whether others wait for this island, which has come between two of their steps."""
-        return self._visiting and self._islands.waiting(self.steps)
+        return self._visiting and self._islands.is_awaited()
 
     def _begin(self) -> None:
         self._move()
@@ -274,9 +299,9 @@ class Outer:
             finite, arrived = ended_finite, islands.decide(True)
             return arrived
 
+        if not islands.meet():
+            return "late"
         try:
-            if not islands.meet(self.steps):
-                return "late"
             if islands.comm is not self._connected:
                 averager.connect(islands.comm, self.steps)
                 self._connected = islands.comm
@@ -285,9 +310,13 @@ class Outer:
             if void:
                 decide(False)
             else:
+                share = averager.comm.size / (averager.comm.size - bad)
                 for vector in fragment:
                     if not self._finite:
                         vector.moved.zero_()
+                    elif bad:  # the average is over those that count, and memory counts once
+                        averaged = vector.optimized if self._method.by_senders else 0
+                        vector.moved[averaged:].mul_(share)
                     averager.queue(vector.moved, vector.places)
                 averager.finish(decide)
         except CommunicationError:
@@ -298,49 +327,91 @@ class Outer:
             return "again"
         if not finite:
             return "void"
-        if bad and not self._method.by_senders:  # the average is over those that count
-            for vector in fragment:
-                vector.moved.mul_(averager.comm.size / (averager.comm.size - bad))
         self._shared.step(fragment)
         if self._method.decay != 1:
             averager.decay([name for one in fragment for name in one.places], self._method.decay)
         return "done"
 
     def _agree(self) -> int:
-        """Return how many islands hold NaN or Inf, if all share the same parameters."""
+        """Return how many islands hold NaN or Inf, if all share the same parameters.
+
+        The learning rate becomes that of the island which has taken part for longest.
+        """
         comm = self._averager.comm
-        own = self._shared.digest(self._fragment)
-        numbers = comm.run(lambda: comm.gather_numbers(2 * own + self._finite))
-        others = [rank for rank, number in enumerate(numbers) if number // 2 != own]
+        told = torch.tensor([self._shared.digest(self._fragment), self._finite, 0])
+        told[2:].view(torch.float64).fill_(self._shared.rate)
+        blocks = comm.run(
+            lambda: comm.gather_blocks(told.view(torch.uint8), [told.nbytes] * comm.size)
+        )
+        all_told = blocks.view(torch.int64).view(comm.size, -1)
+        digests, finite = all_told[:, 0].tolist(), all_told[:, 1].tolist()
+        others = [rank for rank, one in enumerate(digests) if one != digests[comm.rank]]
         if others:
             raise MismatchError(
                 f"ranks {others} share other parameters than rank {comm.rank} after"
-                f" {self.steps} outer steps; start them from one checkpoint, or with one seed"
+                f" {self.steps} outer steps; start them from one checkpoint, or with one seed, and"
+                " see that their processors round alike"
             )
-        return sum(number % 2 == 0 for number in numbers)
+        rate = float(all_told[self._islands.senior, 2:].view(torch.float64))
+        if rate != self._shared.rate:
+            if not self._was_told:
+                warn(
+                    f"this island's outer learning rate is {self._shared.rate:g}; it goes on with"
+                    f" {rate:g}, the rate of the island that has taken part for longest"
+                )
+            self._was_told, self._shared.rate = True, rate
+        return finite.count(0)
 
     def _catch_up(self) -> None:
         """Take over what the others have done without this island, and keep what it has moved."""
+        assert isinstance(self._islands, Elastic), "a fixed group waits for all"
         before = [vector.shared.clone() for vector in self._shared.vectors]
-        self._take_over()
-        if not self._finite:
+        kept = self._islands.take_over()
+        self._received()
+        if not kept:
+            for fragment in self._shared.fragments:
+                names = [name for one in fragment for name in one.places]
+                self._averager.decay(names, 0.0)
+            self._put()
+            warn(
+                "this island goes on from what the others share; what it had moved before is lost,"
+                " since it did not begin with that"
+            )
+        elif not self._finite:
             self._begin_anew()
-            return
-        for vector, old in zip(self._shared.vectors, before, strict=True):
-            vector.shift(old)
+        else:
+            for vector, old in zip(self._shared.vectors, before, strict=True):
+                vector.shift(old)
 
     def _begin_anew(self) -> None:
         """Go on from what is shared, without what NaN or Inf have spoilt."""
-        for vector in self._shared.vectors:
-            vector.put()
+        self._put()
         forget_spoilt(self._inner)
         self._anew = True
 
-    def _take_over(self) -> None:
-        assert isinstance(self._islands, Elastic), "a fixed group waits for all"
-        self.steps = self._islands.join(self._shared.tensors)
+    def _put(self) -> None:
+        """Go on with what is shared."""
+        for vector in self._shared.vectors:
+            vector.put()
+        self._changed, self._undone = True, False
+
+    def _redo(self) -> None:
+        """Go on with what is shared if an older model was loaded since."""
+        if self._undone:
+            self._put()
+
+    def _received(self) -> None:
+        """Begin with what an island of the run has sent."""
+        self._shared.received()
+        assert isinstance(self._islands, Elastic)
+        self.steps = self._islands.steps
         self._clock = self._due(self.steps)
-        self._visiting = True
+        self._changed = self._visiting = True
+
+    def begin(self) -> None:
+        """Begin with what is shared, as after `attach` or from a checkpoint."""
+        if isinstance(self._islands, Elastic):
+            self._islands.begin(self.steps, self._shared.digest(self._shared.vectors))
 
 
 def _ended(outcome: Outcome) -> Job[Outcome]:

@@ -23,13 +23,15 @@ class Island(Protocol):
     def all(self, flag: bool) -> bool:
         """Return whether a flag is set on all ranks of the island that exchange."""
 
-    def lead(self, steps: int, anew: bool) -> None:
+    def lead(self, steps: int, changed: bool, anew: bool) -> None:
         """Tell the others what an inner step has ended with.
 
         Parameters
         ----------
         steps
-            How many outer steps have been done.
+            How many outer steps have been done so far.
+        changed
+            Whether parameters are others than this inner step has made.
         anew
             Whether this island goes on from what is shared, because of NaN or Inf.
         """
@@ -50,7 +52,7 @@ class Shards:
         dist.all_reduce(held, dist.ReduceOp.MIN, group=self._group)
         return bool(held)
 
-    def lead(self, steps: int, anew: bool) -> None:
+    def lead(self, steps: int, changed: bool, anew: bool) -> None:
         """See `Island.lead`; all do the same."""
 
     def fail(self) -> None:
@@ -75,16 +77,16 @@ class Copies:
         """See `Island.all`; one rank exchanges."""
         return flag
 
-    def lead(self, steps: int, anew: bool) -> None:
+    def lead(self, steps: int, changed: bool, anew: bool) -> None:
         """See `Island.lead`; the others take over the parameters."""
-        self._share(steps, anew)
-        if steps:
+        self._share(steps, changed, anew)
+        if changed:
             for tensor in self._tensors:
                 dist.broadcast(tensor, group=self._group, group_src=0)
 
     def fail(self) -> None:
         """See `Island.fail`."""
-        self._share(_FAILED, False)
+        self._share(_FAILED, False, False)
 
     def follow(self) -> tuple[int, bool]:
         """Learn from the first rank what it tells by `lead`, and take over the parameters.
@@ -94,18 +96,18 @@ class Copies:
         CommunicationError
             When the first rank has failed.
         """
-        steps, anew = self._share(0, False)
+        steps, changed, anew = self._share(0, False, False)
         if steps == _FAILED:
             raise CommunicationError(
                 "the first rank of this island could not exchange; its own output tells why"
             )
-        if steps:
+        if changed:
             for tensor in self._tensors:
                 dist.broadcast(tensor, group=self._group, group_src=0)
         return steps, bool(anew)
 
-    def _share(self, steps: int, anew: bool) -> list[int]:
-        told = torch.tensor([steps, anew], device=self._tensors[0].device)
+    def _share(self, steps: int, changed: bool, anew: bool) -> list[int]:
+        told = torch.tensor([steps, changed, anew], device=self._tensors[0].device)
         dist.broadcast(told, group=self._group, group_src=0)
         numbers: list[int] = told.tolist()
         return numbers
@@ -125,8 +127,7 @@ class Follower:
     @torch.no_grad()
     def advance(self) -> None:
         """Follow the first rank; optimisers call it after each step."""
-        steps, anew = self._island.follow()
-        self.steps += steps
+        self.steps, anew = self._island.follow()
         if anew:
             forget_spoilt(self._inner)
 

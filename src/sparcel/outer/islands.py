@@ -1,345 +1,341 @@
-"""Which islands take part in an outer step: a fixed group, or those that come to a meeting.
-
-A meeting is an attempt at a step. Everything about it is in a store that all islands reach:
-
-``` text
-step.attempt/came, step.attempt/island    how many have come, and who
-step.attempt/quorum                       who takes part: the first to write it decides
-step.attempt/outcome                      "commit" or "abort": likewise
-latest                                    how many steps have been committed
-```
-
-After an exchange all members wait for one another. Whoever has heard from all proposes to commit,
-whoever has not proposes to abort, and the first proposal holds for all. So a step takes effect on
-all its members or on none, whenever one of them dies. What is written of a step is removed when two
-more have been committed. So an island that stood still, and finds ``latest`` beyond its step, may
-have decided alone what the others had decided before, and is late.
-"""
+"""Which islands take part in an outer step: a fixed group, or those that come to a meeting."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import NamedTuple
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+from uuid import uuid4
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
 from sparcel.comm import Communicator, ConnectedCommunicator
-from sparcel.errors import CommunicationError, MismatchError
+from sparcel.comm.sockets import UnreachedError
+from sparcel.errors import CommunicationError
+from sparcel.outer import protocol
+from sparcel.outer.board import Board
+from sparcel.outer.protocol import Protocol, Run
+from sparcel.outer.shared import Shared
+
+T = TypeVar("T")
 
 Connect = Callable[[str, list[int], int, float], ConnectedCommunicator]
 """Connects the islands of these numbers, given a name of their own, the place of this one, and the
 seconds that an exchange may take."""
 
-_POLL_SECONDS = 0.02
+_PAUSE_SECONDS, _WAITED_SHARE = 0.02, 0.2
+"""How long to wait until the next look: at first, and as a share of what was waited before."""
 
-_NOTHING = "-"
-"""What no key's value is."""
+_BEAT_SECONDS, _BEATS = 5.0, 4
+"""How often an island gives a sign of life at most, and how often in a patience at least."""
 
-_GRACE_SECONDS = 3.0
-"""How long islands are waited for that may have failed with the last attempt."""
+_SILENT = 2.5
+"""After so many times without a sign an island is taken for dead."""
 
-_LONGEST_ROUND = 10
-"""For how many times the patience a newcomer waits for the end of an outer step of the others."""
+_NUMBERS = ("place", "island", "order", "at")
 
 
 class Fixed:
     """The ranks of a communicator, all of which take part in every step."""
 
+    joined = False
+    senior = 0
+
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
 
-    def meet(self, step: int) -> bool:
+    def meet(self) -> bool:
         """See `Elastic.meet`."""
         return True
 
-    def decide(self, arrived: bool) -> bool:
+    def decide(self, held: bool) -> bool:
         """See `Elastic.decide`."""
-        return arrived
+        return held
 
-    def committed(self, step: int, tensors: Sequence[Tensor]) -> None:
+    def committed(self, clock: int) -> None:
         """See `Elastic.committed`."""
 
-    def waiting(self, step: int) -> bool:
-        """See `Elastic.waiting`."""
+    def is_awaited(self) -> bool:
+        """See `Elastic.is_awaited`."""
         return False
+
+    def numbers(self) -> dict[str, int]:
+        """See `Elastic.numbers`."""
+        return dict.fromkeys(_NUMBERS, 0)
 
     def close(self) -> None:
         """See `Elastic.close`."""
 
 
-class Attempt(NamedTuple):
-    """An attempt at a step."""
-
-    step: int
-    number: int
-
-    def key(self, what: str) -> str:
-        """Return the name in the store of something about it."""
-        return f"{self.step}.{self.number}/{what}"
-
-
 class Elastic:
-    """Islands that come and go between steps, and meet in a store.
+    """Islands that come and go between steps; does what their `Protocol` wants to be done.
 
     Parameters
     ----------
-    store
-        A store of the run, which survives every island.
+    board
+        The place where they meet.
     connect
         What connects islands.
-    facts
-        What has to be the same on all islands, in words.
+    pause
+        Seconds that pass at most between two looks at the place.
+    facts, layout, least, patience
+        As `Protocol` has them.
     shared
-        A number of the parameters that islands have in common when the run begins.
-    least
-        How many islands begin it.
-    patience
-        Seconds for which an island is waited for.
+        What islands share.
 
     Attributes
     ----------
-    begun
-        Whether the run had begun when this island came.
+    joined
+        Whether it has taken over what others share when it came.
 
     Raises
     ------
     MismatchError
-        When other islands of the run have other facts, or it has not begun and they have other
-        parameters.
+        When other islands of the run have other facts, or another beginning.
     CommunicationError
-        When the store does not answer. Other methods raise it, too.
+        When the place does not answer, or what is waited for does not come. Other methods raise
+        both, too.
     """
 
     def __init__(
         self,
-        store: Store,
+        board: Board,
         connect: Connect,
-        facts: str,
-        shared: int,
+        pause: float,
+        facts: dict[str, str],
+        layout: str,
         least: int,
         patience: float,
+        shared: Shared,
     ) -> None:
-        self._store, self._connect, self._patience, self._least = store, connect, patience, least
-        self.begun = store.check(["latest"])
-        self._check("facts", facts, "other settings")
-        if not self.begun:
-            self._check("shared", str(shared), "other parameters to begin with")
-        self.me = int(store.add("islands", 1))
-        """The number of this island, which no other gets."""
-        self._members: list[int] = []
-        self._attempts: list[tuple[Attempt, int]] = []
-        """The latest attempts, whose keys are still in the store, and how many came to each."""
-        self._known, self._unserved = int(store.add("guests", 0)), set[int]()
-        """How many guests have come, and which of them have no host, as far as it is known."""
-        self.comm: ConnectedCommunicator = connect(f"alone{self.me}", [self.me], 0, patience)
-        self._alone = True
-        """Whether ``comm`` does not tell which members are there."""
+        self._board, self._connect, self._patience = board, connect, patience
+        self._shared, self._pause = shared, pause
+        nonce = f"{uuid4().int >> 65}"
+        self._protocol = Protocol(nonce, facts, layout, least, patience)
+        self._connected: list[int] = []
+        """The islands whose connections hold, by rank."""
+        self._looked = 0.0
+        self.joined = self._run(self._protocol.enter())
+        me = self._protocol.island
+        self._beats = _Beats(board, me, patience)
+        weakref.finalize(self, self._beats.stop.set)
+        self.comm: ConnectedCommunicator = connect(f"alone.{me}", [me], 0, patience)
 
-    def _check(self, key: str, own: str, what: str) -> None:
-        first = self._store.compare_set(key, "", own).decode()
-        if first != own:
-            text = f"an island has {what}: {own!r}, where the first one has {first!r}"
-            if not self.begun:
-                self._store.set("refused", text)
-            raise MismatchError(f"{text}; start all islands of a run alike, or name another run")
+    @property
+    def steps(self) -> int:
+        """How many outer steps this island holds."""
+        return self._protocol.steps
 
-    def meet(self, step: int) -> bool:
-        """Wait for the others; return whether this island takes part in the step with ``comm``.
+    @property
+    def senior(self) -> int:
+        """The rank that has taken part for longest."""
+        return self._connected.index(min(self._connected))
+
+    def begin(self, steps: int, shared: int) -> None:
+        """Begin with what this number sums up, after so many outer steps."""
+        self._protocol.steps, self._protocol.state = steps, f"{shared:x}"
+
+    def resume(self, numbers: dict[str, int]) -> bool:
+        """Go on from a checkpoint, given what `numbers` was then.
+
+        Return False if the run has gone on without this island.
+        """
+        place, island, order, at = (numbers[name] for name in _NUMBERS)
+        mine = self._protocol
+        if self.joined and (str(place), at) != (mine.place, mine.at):
+            return False
+        self._run(mine.resume(str(place), island, order, at))
+        return True
+
+    def numbers(self) -> dict[str, int]:
+        """Return what a checkpoint has to hold for `resume`."""
+        mine = self._protocol
+        return dict(zip(_NUMBERS, (int(mine.place), mine.island, mine.order, mine.at), strict=True))
+
+    def meet(self) -> bool:
+        """Wait for the others; return whether this island takes part in a step with ``comm``.
 
         False if the others have done the step without it.
         """
-        while self._latest() <= step:
-            attempt = self._next_attempt(step)
-            place = int(self._store.add(attempt.key("came"), 1))
-            self._store.set(attempt.key(f"island{place}"), str(self.me))
-            members = self._agree(attempt)
-            if self._latest() > step + 1:
-                return False
-            self._attempts.append((attempt, len(members)))
-            if self.me in members:
-                if self._alone or members != self._members:
-                    self._members, self._alone = members, True
-                    # The former connections end when nothing uses them, and nobody waits for that.
-                    self.comm = self._connect(
-                        attempt.key("mesh"), members, members.index(self.me), self._patience
-                    )
-                    self._alone = False
+        while (attempt := self._run(self._protocol.meet())) is not None:
+            members, me = attempt.members, self._protocol.island
+            if members == self._connected:
                 return True
-            self._alone = True  # the others have left these connections
-            if self._outcome(attempt) == "commit":
-                return False
+            self._connected = []
+            try:
+                # The former connections end when nothing uses them, and nobody waits for that.
+                self.comm = self._connect(
+                    f"mesh.{attempt.number}", members, members.index(me), self._patience
+                )
+            except CommunicationError as error:
+                self._refuse(members, error)
+            else:
+                self._connected = members
+                return True
+        self._connected = []  # the others have left these connections
         return False
 
-    def _next_attempt(self, step: int) -> Attempt:
-        """Return the first attempt at a step that has not been aborted."""
-        attempt = Attempt(step, 0)
-        while self._read(attempt.key("outcome")) == "abort":
-            attempt = Attempt(step, attempt.number + 1)
-        return attempt
+    def _refuse(self, members: list[int], error: CommunicationError) -> None:
+        """Propose to abort an attempt whose members do not connect."""
+        cause = error.__cause__
+        peers = cause.peers if isinstance(cause, UnreachedError) else []
+        self._run(
+            self._protocol.decide(False, False, [members[peer] for peer in peers], str(error))
+        )
 
-    def _agree(self, attempt: Attempt) -> list[int]:
-        """Wait until it is decided who takes part; return them in order."""
-        since = time.monotonic()
-        patience = min(self._patience, _GRACE_SECONDS) if attempt.number else self._patience
-        while (decided := self._read(attempt.key("quorum"))) is None:
-            if (refused := self._read("refused")) is not None:
-                raise MismatchError(refused)
-            came = self._numbers(attempt.key("came"), attempt.key("island"))
-            guests = self._numbers(f"{attempt.step}/guests", f"{attempt.step}/guest")
-            expected = {*self._members} - self._gone() | guests
-            late = time.monotonic() - since > patience
-            if self._members:
-                ready = late or expected <= came
-            else:  # a guest does not know whom to expect
-                ready = late if self.begun else len(came) >= self._least
-            if ready and self.me in came:
-                text = json.dumps(sorted(came))
-                decided = self._store.compare_set(attempt.key("quorum"), "", text).decode()
-                break
-            time.sleep(_POLL_SECONDS)
-        self.begun = True
-        members: list[int] = json.loads(decided)
-        return members
-
-    def _numbers(self, count: str, key: str) -> set[int]:
-        """Return the numbers of islands that were put under a key, one after another."""
-        places = range(1, int(self._store.add(count, 0)) + 1)
-        found = [self._read(f"{key}{place}") for place in places]
-        return {int(one) for one in found if one is not None}
-
-    def _gone(self) -> set[int]:
-        """Return the members whose connections have ended."""
-        if self._alone:
-            return set()
-        return {self._members[rank] for rank in self.comm.lost()}
-
-    def decide(self, arrived: bool) -> bool:
+    def decide(self, held: bool) -> bool:
         """Return whether the step takes effect, given whether all has arrived here."""
-        if arrived:
+        arrived = held
+        if held:
             try:
                 self.comm.run(lambda: self.comm.gather_numbers(0))
             except CommunicationError:
                 arrived = False
-        wish = "commit" if arrived else "abort"
-        (attempt, _) = self._attempts[-1]
-        outcome = self._store.compare_set(attempt.key("outcome"), "", wish).decode()
-        self._alone = not arrived or outcome == "abort"  # connections to the others have ended
-        return outcome == "commit" and self._latest() <= attempt.step + 1
+        took_effect = self._run(self._protocol.decide(arrived, held))
+        if not took_effect or not arrived:  # connections to the others have ended
+            self._connected = []
+        return took_effect
 
-    def _outcome(self, attempt: Attempt) -> str:
-        """Wait for the outcome of an attempt of others, who may die of it."""
-        deadline = time.monotonic() + 3 * self._patience
-        while (outcome := self._read(attempt.key("outcome"))) is None:
-            if time.monotonic() > deadline:
-                return self._store.compare_set(attempt.key("outcome"), "", "abort").decode()
-            time.sleep(_POLL_SECONDS)
-        return outcome
+    def committed(self, clock: int) -> None:
+        """Go on after an outer step, which came after so many inner steps.
 
-    def committed(self, step: int, tensors: Sequence[Tensor]) -> None:
-        """Learn that so many steps have been done, after which islands share these tensors.
-
-        Islands that wait to join get them, while this one goes on, and are expected at its next
-        meeting.
+        Islands that wait to join get what is shared, while this one trains.
         """
-        before = self._read("latest")
-        if int(before or 0) < step:
-            self._store.compare_set("latest", before or "", str(step))
-        self._forget(step - 2)
-        known, self._known = self._known, int(self._store.add("guests", 0))
-        self._unserved.update(range(known + 1, self._known + 1))
-        for place in sorted(self._unserved):
-            guest = self._read(f"guest{place}")
-            if guest is None:
-                continue  # it has just come, or died in that moment
-            self._unserved.remove(place)
-            if self._store.compare_set(f"host{place}", "", str(self.me)).decode() == str(self.me):
-                expected = int(self._store.add(f"{step}/guests", 1))
-                self._store.set(f"{step}/guest{expected}", guest)
-                copies = [tensor.to("cpu", copy=True) for tensor in tensors]
-                arguments = (place, int(guest), step, copies)
+        self._beats.steps, self._beats.clock = self.steps, clock
+        self._run(self._protocol.welcome())
+
+    def take_over(self) -> bool:
+        """Receive what islands share; return whether what this one has moved may be kept."""
+        return self._run(self._protocol.take_over())
+
+    def is_awaited(self) -> bool:
+        """Tell whether others wait for this island, or have gone on without it."""
+        if time.monotonic() < self._looked:
+            return False
+        self._looked = time.monotonic() + self._pause
+        return self._run(self._protocol.is_awaited())
+
+    def close(self) -> None:
+        """Take part in no more steps; the last island of a run removes what is left of it."""
+        with suppress(CommunicationError):
+            self.comm.close()
+            self._beats.end()
+            if self._protocol.at and not self._board.found("beat."):
+                self._board.end("ended")
+
+    def _run(self, part: Run[T]) -> T:
+        """Do what a part of the protocol wants to be done, and return its result."""
+        answer: object = None
+        while True:
+            try:
+                action = part.send(answer)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            answer = self._done(action)
+
+    def _done(self, action: protocol.Action) -> object:
+        match action:
+            case protocol.Create(key, text):
+                return self._board.create(key, text)
+            case protocol.Read(key):
+                return self._board.read(key)
+            case protocol.Remove(keys):
+                self._board.remove(keys)
+            case protocol.Now():
+                return time.monotonic()
+            case protocol.Wait(waited):
+                time.sleep(min(max(_PAUSE_SECONDS, _WAITED_SHARE * waited), self._pause))
+            case protocol.Gone():
+                return (
+                    {self._connected[rank] for rank in self.comm.lost()}
+                    if self._connected
+                    else set()
+                )
+            case protocol.Alive(islands):
+                return self._alive(islands)
+            case protocol.Host(guest, name):
+                mine = self._protocol
+                told = torch.tensor([mine.at, mine.steps])
+                shared = (tensor.to("cpu", copy=True) for tensor in self._shared.tensors)
+                copies = [told, *shared]
+                arguments = (guest, mine.island, name, copies)
                 threading.Thread(target=self._host, args=arguments, daemon=True).start()
+            case protocol.Receive(host, name):
+                return self._receive(host, name)
+        return None
 
-    def _forget(self, step: int) -> None:
-        """Remove what the store holds of attempts up to a step."""
-        for attempt, came in [one for one in self._attempts if one[0].step <= step]:
-            self._attempts.remove((attempt, came))
-            if self.me == self._members[0]:
-                places = [f"island{place}" for place in range(1, came + 1)]
-                for what in ("came", "quorum", "outcome", *places):
-                    self._store.delete_key(attempt.key(what))
+    def _alive(self, islands: set[int]) -> set[int]:
+        """Wait for a sign of life of islands, until they should have given several."""
+        first = {one: self._board.read(f"beat.{one}") for one in islands}
+        there = {one: text for one, text in first.items() if text is not None}
+        interval = _interval(self._patience)
+        deadline = time.monotonic() + _SILENT * interval
+        alive: set[int] = set()
+        while there and not alive and time.monotonic() < deadline:
+            time.sleep(interval / _BEATS)
+            alive = {one for one in there if self._board.read(f"beat.{one}") != there[one]}
+        return alive
 
-    def _host(self, place: int, guest: int, step: int, tensors: Sequence[Tensor]) -> None:
-        """Send an island that wants to join what the islands share after so many steps."""
+    def _host(self, guest: int, me: int, name: str, messages: Sequence[Tensor]) -> None:
         with suppress(CommunicationError):  # the guest has gone, or will ask another
-            comm = self._connect(f"guest{place}/mesh", [self.me, guest], 0, self._patience)
-            for message in (torch.tensor([step]), *tensors):
+            comm = self._connect(name, [me, guest], 0, self._patience)
+            for message in messages:
                 comm.exchange({1: message.view(torch.uint8)}, {})
             comm.close()
 
-    def join(self, tensors: Sequence[Tensor]) -> int:
-        """Wait for a host; receive what the islands share, and return after how many steps."""
-        self._members, self._alone = [], True
+    def _receive(self, host: int, name: str) -> tuple[int, int] | str:
+        told = torch.zeros(2, dtype=torch.int64)
+        try:
+            comm = self._connect(name, [host, self._protocol.island], 1, self._patience)
+            for tensor in (told, *self._shared.tensors):
+                came = comm.exchange({}, {0: tensor.nbytes})[0]
+                tensor.view(torch.uint8).copy_(came)
+            comm.close()
+        except CommunicationError as error:
+            return str(error)
+        at, steps = told.tolist()
+        return at, steps
+
+
+class _Beats:
+    """An island's signs of life: a key that changes, and tells how far it is."""
+
+    def __init__(self, board: Board, island: int, patience: float) -> None:
+        self._board, self._key = board, f"beat.{island}"
+        self.steps = self.clock = 0
+        self.stop = threading.Event()
+        self._seconds = _interval(patience)
+        self._thread = threading.Thread(target=self._go_on, daemon=True)
+        self._thread.start()
+
+    def _go_on(self) -> None:
+        number, since, before, a_step = 0, time.monotonic(), 0, 0.0
         while True:
-            place = int(self._store.add("guests", 1))
-            self._store.set(f"guest{place}", str(self.me))
-            step = torch.zeros(1, dtype=torch.int64)
-            host = self._host_of(place)
-            with suppress(CommunicationError):
-                comm = self._connect(f"guest{place}/mesh", [host, self.me], 1, self._patience)
-                for tensor in (step, *tensors):
-                    came = comm.exchange({}, {0: tensor.nbytes})[0]
-                    tensor.view(torch.uint8).copy_(came)
-                comm.close()
-                return int(step)
+            number += 1
+            now, clock = time.monotonic(), self.clock
+            if clock > before:
+                since, before, a_step = now, clock, (now - since) / (clock - before)
+            told = {"beat": number, "steps": self.steps, "seconds": a_step}
+            self._board.tell(self._key, json.dumps(told))
+            if self.stop.wait(self._seconds):
+                return
 
-    def _host_of(self, place: int) -> int:
-        """Wait for the end of an outer step of the others, one of whom is then the host."""
-        deadline = time.monotonic() + _LONGEST_ROUND * self._patience
-        while (host := self._read(f"host{place}")) is None:
-            if time.monotonic() > deadline:
-                raise CommunicationError(
-                    f"no island of the run has ended an outer step in"
-                    f" {_LONGEST_ROUND * self._patience:g} s, so there is nobody to join; give a"
-                    " longer patience, or begin another run at another place"
-                )
-            time.sleep(_POLL_SECONDS)
-        return int(host)
+    def end(self) -> None:
+        """Give none any more."""
+        self.stop.set()
+        self._thread.join()
+        self._board.remove([self._key])
 
-    def waiting(self, step: int) -> bool:
-        """Tell whether others have met already for the step, and wait."""
-        return int(self._store.add(self._next_attempt(step).key("came"), 0)) > 0
 
-    def close(self) -> None:
-        """Take part in no more steps."""
-        with suppress(CommunicationError):
-            self.comm.close()
-
-    def _latest(self) -> int:
-        return int(self._read("latest") or 0)
-
-    def _read(self, key: str) -> str | None:
-        # One request; between check() and get(), a key may be removed.
-        value = self._store.compare_set(key, _NOTHING, _NOTHING).decode()
-        return None if value == _NOTHING else value
+def _interval(patience: float) -> float:
+    return min(_BEAT_SECONDS, patience / _BEATS)
 
 
 Islands = Fixed | Elastic
 """The islands that take part in outer steps."""
-
-
-@contextmanager
-def answering() -> Iterator[None]:
-    """Turn errors of a store where islands meet into `CommunicationError`."""
-    try:
-        yield
-    except dist.DistError as error:
-        raise CommunicationError(
-            f"the place where islands meet does not answer: {error}"
-        ) from error

@@ -1,60 +1,86 @@
-"""Where islands meet that come and go: a store that a command serves, or a bucket."""
+"""Where islands meet that come and go: a place that a command serves, or a bucket."""
 
 from __future__ import annotations
 
 import os
-from datetime import timedelta
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
-import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub leaves it out
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 
-from sparcel.comm import ConnectedCommunicator, TorchCommunicator
-from sparcel.comm.torch import TorchRendezvous
+from sparcel.comm import ConnectedCommunicator
+from sparcel.comm.addresses import address_of_interface, address_towards
+from sparcel.comm.rendezvous import Rendezvous, connecting
+from sparcel.comm.torch.gloo import GlooEngine
 from sparcel.delta.stores import Store as Bucket
 from sparcel.errors import CommunicationError, InputError, public_url
+from sparcel.outer.board import Board
 from sparcel.outer.bucket import BucketRendezvous, BucketStore
 from sparcel.outer.islands import Connect
+from sparcel.outer.meeting import Meeting
+from sparcel.outer.protocol import LONGEST
 
 PORT = 29400
 """Where ``sparcel meet`` listens unless it is told."""
 
-_ON_HOST = torch.device("cpu")
+_LOOKED_SECONDS, _ASKED_SECONDS = 0.5, 2.0
+"""How long to wait at most between two looks at a place of our own, and at one that is paid for."""
+
+_KEPT = 4
+"""So many of an island's last connections may still have keys in the place."""
 
 
-def serve(port: int) -> TCPStore:
-    """Serve the place ``tcp://HOST:port`` as long as the result is held; port 0 is any.
+class Place(NamedTuple):
+    """Where islands meet.
 
-    Raises
-    ------
-    CommunicationError
-        When the port is taken.
+    Attributes
+    ----------
+    board
+        What they read and write.
+    connect
+        What connects them.
+    pause
+        Seconds between two looks, at most.
     """
-    try:
-        return TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
-    except RuntimeError as error:
-        raise CommunicationError(f"port {port} cannot be served: {error}") from error
+
+    board: Board
+    connect: Connect
+    pause: float
 
 
-def meeting_at(place: object, patience: float) -> tuple[Store, Connect] | None:
-    """Return the store of a place where islands meet, and what connects them; None for a group.
+@dataclass(frozen=True)
+class LinkRendezvous(Rendezvous):
+    """Where islands meet that are joined by links; each listens at its ``address``."""
+
+    address: str
+
+    def engine(self) -> GlooEngine:
+        """See `Rendezvous.engine`."""
+        with connecting(self.members[self.rank], self.members):
+            store = PrefixStore("links", self.store)
+            return GlooEngine(store, self.members, self.rank, self.timeout, self.address)
+
+
+def meeting_at(place: object, patience: float) -> Place | None:
+    """Return where islands meet, or None for a group.
 
     Raises
     ------
     InputError
         When the place is none.
     CommunicationError
-        When no store answers there.
+        When nobody answers there.
     """
     if isinstance(place, str) and place.startswith("tcp://"):
         return _over_links(place, patience)
     if isinstance(place, str | os.PathLike | Bucket):
-        return _by_files(place)
+        return _by_files(place, patience)
     return None
 
 
-def _over_links(place: str, patience: float) -> tuple[Store, Connect]:
+def _over_links(place: str, patience: float) -> Place:
     try:
         found = urlsplit(place)
         host, port = found.hostname, found.port or PORT
@@ -62,32 +88,33 @@ def _over_links(place: str, patience: float) -> tuple[Store, Connect]:
         host = None
     if not host:
         raise InputError(f'{public_url(place)!r} is no place to meet; give "tcp://HOST:PORT"')
-
-    def client() -> Store:
-        try:
-            store = TCPStore(
-                host, port, timeout=timedelta(seconds=patience), wait_for_workers=False
-            )
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"nobody serves islands at {public_url(place)} ({error}); run `sparcel meet --port"
-                f" {port}` there, and leave it running"
-            ) from error
-        return PrefixStore(f"sparcel{found.path}", store)
+    meeting = Meeting(host, port, found.path.strip("/") or "run", patience)
+    try:
+        meeting.names()
+        address = address_of_interface() or address_towards(host)
+    except OSError as error:
+        raise CommunicationError(
+            f"nobody serves islands at {public_url(place)} ({error}); run `sparcel meet --port"
+            f" {port}` there"
+        ) from error
+    kept, former = BucketStore(meeting, patience), deque[str]()
 
     def connect(name: str, members: list[int], rank: int, seconds: float) -> ConnectedCommunicator:
-        # A client of its own, because one that waits for a key answers nobody else.
-        store = PrefixStore(name, client())
-        return TorchCommunicator(TorchRendezvous(store, members, rank, seconds, "gloo", _ON_HOST))
+        if rank == 0:
+            former.append(name)
+            if len(former) > _KEPT:
+                kept.clear(f"{former.popleft()}/")
+        store = PrefixStore(name, kept)
+        return ConnectedCommunicator(LinkRendezvous(store, members, rank, seconds, address))
 
-    return client(), connect
+    return Place(Board(meeting, LONGEST * patience), connect, _LOOKED_SECONDS)
 
 
-def _by_files(place: Bucket | str | os.PathLike[str]) -> tuple[Store, Connect]:
-    kept = BucketStore(place)  # torch keeps no store that is written in Python
+def _by_files(place: Bucket | str | os.PathLike[str], patience: float) -> Place:
+    kept = BucketStore(place, patience)  # torch keeps no store that is written in Python
 
     def connect(name: str, members: list[int], rank: int, seconds: float) -> ConnectedCommunicator:
         store = PrefixStore(name, kept)
         return ConnectedCommunicator(BucketRendezvous(store, members, rank, seconds))
 
-    return kept, connect
+    return Place(Board(kept.found, LONGEST * patience), connect, _ASKED_SECONDS)

@@ -13,6 +13,9 @@ from sparcel._checks import all_finite
 from sparcel.memory import Range, wide_dtype
 from sparcel.outer.method import Method
 
+_CHUNK, _ODD = 1 << 20, 0x1E3779B97F4A7C15
+"""How many elements a sum takes at a time, and a number without a pattern in its bits."""
+
 _WORDS = 8
 """Vectors are padded to so many elements, so that they are whole numbers of 64 bits."""
 
@@ -116,9 +119,10 @@ class Shared:
         self.optimizer = torch.optim.SGD(
             self._leaves, method.lr, method.momentum, nesterov=method.nesterov, fused=True
         )
-        self.momenta = [torch.zeros_like(leaf) for leaf in self._leaves] if method.momentum else []
-        for leaf, momentum in zip(self._leaves, self.momenta, strict=bool(self.momenta)):
-            self.optimizer.state[leaf]["momentum_buffer"] = momentum
+        if method.momentum:
+            for leaf in self._leaves:
+                self.optimizer.state[leaf]["momentum_buffer"] = torch.zeros_like(leaf)
+        self._rate = torch.zeros(1, dtype=torch.float64)
 
     @property
     def vectors(self) -> list[Vector]:
@@ -126,9 +130,30 @@ class Shared:
         return [vector for fragment in self.fragments for vector in fragment]
 
     @property
+    def momenta(self) -> list[Tensor]:
+        """What the outer optimiser remembers of each vector; nothing without momentum."""
+        state = self.optimizer.state
+        return [state[leaf]["momentum_buffer"] for leaf in self._leaves if state.get(leaf)]
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the outer optimiser."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @rate.setter
+    def rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    @property
     def tensors(self) -> list[Tensor]:
-        """What makes an outer step on this island the same as on the others."""
-        return [*(vector.shared for vector in self.vectors), *self.momenta]
+        """What makes an outer step on this island the same as on the others; see `received`."""
+        self._rate.fill_(self.rate)
+        return [*(vector.shared for vector in self.vectors), *self.momenta, self._rate]
+
+    def received(self) -> None:
+        """Go on with `tensors`, into which another island's have been copied."""
+        self.rate = float(self._rate)
 
     def by_name(self) -> dict[str, Tensor]:
         """Return the shared values by name."""
@@ -140,11 +165,12 @@ class Shared:
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the shared values, and the outer momentum, by name."""
+        momenta = self.momenta
         for number, vector in enumerate(self.vectors):
             for name, (_, stop) in vector.places.items():
                 yield f"shared.{name}", vector.view(vector.shared, name)
-                if self.momenta and stop <= vector.optimized:
-                    yield f"momentum.{name}", vector.view(self.momenta[number], name)
+                if momenta and stop <= vector.optimized:
+                    yield f"momentum.{name}", vector.view(momenta[number], name)
 
     def step(self, fragment: Sequence[Vector]) -> None:
         """Update the shared values by the averages that have come."""
@@ -158,8 +184,16 @@ class Shared:
             leaf.grad = None
 
     def digest(self, fragment: Sequence[Vector]) -> int:
-        """Return a number that differs, as good as surely, if the shared values of islands do."""
-        return sum(int(vector.shared.view(torch.int64).sum()) for vector in fragment) % (1 << 62)
+        """Return 62 bits that differ, as good as surely, if the shared values of islands do."""
+        total = 0
+        for vector in fragment:
+            for start in range(0, vector.shared.numel(), _CHUNK):
+                words = vector.shared[start : start + _CHUNK].view(torch.int64)
+                places = torch.arange(words.numel(), device=words.device).add_(start)
+                # Each word times an odd number of its place; the shift lets signs count, too.
+                mixed = (words ^ (words >> 31)).mul_(places.mul_(2).add_(1).mul_(_ODD))
+                total = (total * 31 + int(mixed.sum())) % (1 << 64)
+        return total >> 2
 
 
 def padded(size: int) -> int:

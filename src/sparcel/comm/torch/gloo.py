@@ -42,6 +42,8 @@ class GlooEngine:
         This process's rank, an index into ``names``.
     timeout
         Seconds that connecting, and an exchange, may take.
+    address
+        Where this rank listens; None: where Gloo would.
 
     Raises
     ------
@@ -53,11 +55,18 @@ class GlooEngine:
     carrier = "Gloo"
     hides_aborts = False
 
-    def __init__(self, store: Store, names: list[int], rank: int, timeout: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        names: list[int],
+        rank: int,
+        timeout: float,
+        address: str | None = None,
+    ) -> None:
         self.rank, self.size, self.timeout = rank, len(names), timeout
         self._errors = PeerErrors(names, rank)
         self.waiting = False
-        sockets = connect_all(store, gloo_address(), rank, self.size, timeout)
+        sockets = connect_all(store, address or gloo_address(), rank, self.size, timeout)
         self._mesh = _cpu.Mesh(sockets)
 
     def exchange(self, sends: Leaving, receives: Bounds, call: int, control: int) -> Arrived:

@@ -1,0 +1,595 @@
+"""How islands agree who takes part in an outer step, and whether it takes effect.
+
+An island's part is a state machine: generators that yield what is to be done, and are sent what
+came of it. No socket, clock, thread or store is in it; `sparcel.outer.elastic` drives it.
+
+Islands write keys into a place, with one operation that counts: create what is not there. So the
+first to write a key decides, for all and for ever. Attempts at outer steps have numbers:
+
+``` text
+5.came.1, 5.came.2, …     who has come, and what it holds
+5.quorum                  who takes part
+5.outcome                 "commit" or "abort"
+5.host.2                  who sends what is shared to the one that came second, and is behind
+```
+
+Attempt 6 begins when 5 has an outcome. A member proposes to commit when all members have told it
+that the exchange has arrived, and to abort when it has given up on one. The first proposal holds,
+so a step takes effect on all its members or on none, and each learns it whenever it looks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from sparcel.comm import digest
+from sparcel.errors import CommunicationError, MismatchError
+
+T = TypeVar("T")
+
+BLOCK = 16
+"""So many attempts in a row are summed up in one key when two such blocks have followed."""
+
+_GRACE_SECONDS = 3.0
+"""How long islands are waited for that may have failed with the last attempt."""
+
+LONGEST, _LONGEST_BEGIN = 10, 60
+"""For how many times the patience an island waits for what it needs, and for others to begin."""
+
+_MOST_APART = 8
+"""For how many times the patience two islands take no part together that did not connect."""
+
+_COMMIT, _ABORT = "commit", "abort"
+
+
+class Create(NamedTuple):
+    """Create a key unless it is there; the answer is the text that it has."""
+
+    key: str
+    text: str
+
+
+class Read(NamedTuple):
+    """The answer is a key's text, or None."""
+
+    key: str
+
+
+class Remove(NamedTuple):
+    """Remove keys that nobody needs."""
+
+    keys: list[str]
+
+
+class Wait(NamedTuple):
+    """Let time go by before the next look: the more, the longer it has been waited already."""
+
+    waited: float
+
+
+class Now(NamedTuple):
+    """The answer is a time in seconds."""
+
+
+class Gone(NamedTuple):
+    """The answer is the set of members of the last attempt whose connections have ended."""
+
+
+class Alive(NamedTuple):
+    """The answer is the set of those islands among these that give signs of life."""
+
+    islands: set[int]
+
+
+class Host(NamedTuple):
+    """Begin to send what is shared to an island, beside all else, under a name of its own."""
+
+    guest: int
+    name: str
+
+
+class Receive(NamedTuple):
+    """Receive what is shared; the answer is the host's ``(at, steps)``, or why it has failed."""
+
+    host: int
+    name: str
+
+
+Action = Create | Read | Remove | Wait | Now | Gone | Alive | Host | Receive
+Run = Generator[Action, Any, T]
+"""What yields actions, is sent their answers, and returns a result."""
+
+
+class Attempt(NamedTuple):
+    """An attempt at an outer step: its number, and the islands that take part, by rank."""
+
+    number: int
+    members: list[int]
+
+
+@dataclass(frozen=True)
+class Came:
+    """What an island tells when it comes.
+
+    Attributes
+    ----------
+    island, order
+        Its number, and where it stands among others.
+    at, steps, state
+        What it holds: the attempt after which it was shared, 0 if there was none at this place;
+        after how many outer steps; and what sums it up, where ``at`` is 0.
+    facts
+        What sums up its settings.
+    apart
+        Islands that it has not reached of late.
+    brings
+        Islands that it has hosted since its last outer step.
+    heir_of
+        The islands in whose places it goes on.
+    """
+
+    island: int
+    order: int
+    at: int
+    steps: int
+    state: str
+    facts: str
+    apart: Sequence[int] = ()
+    brings: Sequence[int] = ()
+    heir_of: Sequence[str] = ()
+
+    @property
+    def fits(self) -> tuple[int, int, str, str]:
+        """What is the same for islands that can take part in one attempt."""
+        return self.at, self.steps, self.state, self.facts
+
+
+class Protocol:
+    """One island's part.
+
+    Parameters
+    ----------
+    nonce
+        A text that nobody else has.
+    facts
+        What has to be the same on all islands, by name.
+    layout
+        The names and shapes of what is exchanged, one a line.
+    least
+        How many islands begin.
+    patience
+        Seconds for which an island is waited for.
+
+    Attributes
+    ----------
+    island
+        The number of this island, which no other gets at this place.
+    order
+        Where it stands among the members of an attempt.
+    at
+        The attempt after which it holds what is shared, 0 if there was none at this place.
+    steps
+        How many outer steps it holds.
+    state
+        What sums up what it holds, where ``at`` is 0.
+    """
+
+    def __init__(
+        self, nonce: str, facts: dict[str, str], layout: str, least: int, patience: float
+    ) -> None:
+        self._nonce, self._least, self._patience = nonce, least, patience
+        self._facts, self._layout = facts, layout
+        self._told = json.dumps(facts, sort_keys=True)
+        self.place, self.island, self.order, self._lives = "", 0, 0, 1
+        self.at, self.steps, self.state = 0, 0, ""
+        self._next, self._latest, self._closed = 1, 0, 0
+        """The next attempt, the latest that took effect, and how many blocks are summed up."""
+        self._outcomes: dict[int, str] = {}
+        self._members: list[int] = []
+        self._attempt = Attempt(0, [])
+        self._came: dict[int, list[Came]] = {}
+        self._mine: tuple[int, int, Came] | None = None
+        """The attempt and the slot to which this island came last, and what it told."""
+        self._apart: dict[int, tuple[int, float, str]] = {}
+        """How often in a row an island was not reached, until when it is apart, and why."""
+        self._brings: list[int] = []
+        self._heir_of: list[str] = []
+        self._keeps = False
+        """Whether all that this island has moved and not sent began with what is shared here."""
+
+    # To begin.
+
+    def enter(self) -> Run[bool]:
+        """Become an island of the run; return whether others go on with it.
+
+        What they share has then been taken over.
+
+        Raises
+        ------
+        MismatchError
+            When the run has other facts.
+        """
+        if (yield Read("ended")):
+            raise CommunicationError("the run at this place has ended; name another one")
+        self.place = yield Create("run", self._nonce)
+        yield Create(f"layout.{self._facts['layout']}", self._layout)
+        yield from self._find_next()
+        others = set[int]()
+        if self._latest:
+            quorum = yield from self._quorum(self._latest)
+            others = {*quorum["members"]}
+            yield from self._check_facts(quorum["facts"])
+        yield from self._take_number()
+        if others and (yield Alive(others)):
+            yield from self.take_over()
+            return True
+        return False
+
+    def _take_number(self) -> Run[None]:
+        """Take a number; check the facts of those who wait for the run to begin, too."""
+        number = (yield from _first_missing("island.{}", 1)) if self._latest else 1
+        while (text := (yield Create(f"island.{number}", self._own))) != self._own:
+            facts = text.partition(" ")[2]
+            if not self._latest and facts != self._told and (yield Alive({number})):
+                yield from self._check_facts(facts)
+            number += 1
+        self.island = self.order = number
+
+    def resume(self, place: str, island: int, order: int, at: int) -> Run[None]:
+        """Go on from a checkpoint, in the place of the island that has written it."""
+        self.at, self.order, self._keeps = (at if place == self.place else 0), order, False
+        key = f"{place}.{island}"
+        while (heir := (yield Create(f"heir.{key}", self._key))) != self._key:
+            self._heir_of.append(key)
+            key = heir
+        self._heir_of.append(key)
+
+    @property
+    def _own(self) -> str:
+        """What this island's number is known by: no other's is the same."""
+        return f"{self._nonce}.{self._lives} {self._told}"
+
+    @property
+    def _key(self) -> str:
+        return f"{self.place}.{self.island}"
+
+    @property
+    def _holds(self) -> tuple[int, int, str]:
+        return self.at, self.steps, "" if self.at else self.state
+
+    def _check_facts(self, text: str) -> Run[None]:
+        first: dict[str, str] = json.loads(text)
+        if first == self._facts:
+            return
+        odd = [name for name in self._facts if self._facts[name] != first.get(name)]
+        if odd == ["layout"]:
+            lines = ((yield Read(f"layout.{first['layout']}")) or "").splitlines()
+            pairs = zip([*self._layout.splitlines(), "nothing"], [*lines, "nothing"], strict=False)
+            here, there = next((one, other) for one, other in pairs if one != other)
+            text = f"other tensors: {here}, where the run has {there}"
+        else:
+            here, there = (
+                ", ".join(f"{name}={facts.get(name)}" for name in odd if name != "layout")
+                for facts in (self._facts, first)
+            )
+            text = f"other settings: {here}, where the run has {there}"
+        raise MismatchError(f"this island has {text}; start all alike, or name another run")
+
+    # To meet.
+
+    def meet(self) -> Run[Attempt | None]:
+        """Wait for the others; return the attempt in which this island takes part.
+
+        None if the run has gone on without it, or will begin with what others hold.
+        """
+        while True:
+            yield from self._find_next()
+            if self.at != self._latest:
+                return None
+            if (yield Create(f"island.{self.island}", self._own)) != self._own:
+                yield from self._take_number()  # the place has forgotten this island
+            quorum = yield from self._agree()
+            if quorum is None:
+                return None
+            if self.island in quorum["members"]:
+                self._attempt = Attempt(self._next, quorum["members"])
+                return self._attempt
+            yield from self._wait_for_outcome()
+
+    def decide(
+        self, arrived: bool, held: bool, apart: Sequence[int] = (), why: str = ""
+    ) -> Run[bool]:
+        """Return whether the attempt takes effect.
+
+        Parameters
+        ----------
+        arrived
+            Whether all members have told that all has arrived.
+        held
+            Whether all has arrived here.
+        apart, why
+            Islands that were not reached, and the reason.
+        """
+        number, members = self._attempt
+        outcome = yield Create(f"{number}.outcome", _COMMIT if arrived else _ABORT)
+        if (closed := (yield Read(f"closed.{_block(number)}"))) is not None:  # it came late
+            outcome = _COMMIT if number in json.loads(closed) else _ABORT
+        self._outcomes[number] = outcome
+        if outcome == _ABORT:
+            yield from self._keep_apart(apart, why)
+            return False
+        if not held:
+            raise self._forgotten(number)
+        self.at, self.steps = number, self.steps + 1
+        self._members, self._keeps, self._brings, self._heir_of = members, True, [], []
+        for one in members:
+            self._apart.pop(one, None)
+        return True
+
+    def _agree(self) -> Run[dict[str, Any] | None]:
+        """Wait until it is decided who takes part in the next attempt; None as `meet`."""
+        number, since = self._next, (yield Now())
+        while (decided := (yield Read(f"{number}.quorum"))) is None:
+            now = yield Now()
+            yield from self._come(now)
+            yield from self._look(number)
+            last = {one.island: one for one in self._came[number]}
+            if self.island not in last:  # the others have gone on, and removed it
+                return None
+            if not self.at:
+                mine = last[self.island]
+                alike = [one for one in last.values() if one.facts == mine.facts and not one.at]
+                if any(one.steps > self.steps for one in alike):
+                    return None
+                self._check_state(alike)
+                yield from self._welcome(number, {*last})
+            fit = self._fitting(last)
+            if (yield from self._are_enough(last, fit, now - since)):
+                if (yield Read(f"closed.{_block(number)}")) is not None:  # this island came late
+                    return None
+                quorum = {"members": fit, "facts": self._told, "holds": [*self._holds]}
+                decided = yield Create(f"{number}.quorum", json.dumps(quorum))
+                break
+            yield Wait(now - since)
+        quorum = json.loads(decided)
+        if quorum["holds"] == [*self._holds] and not self._heir_of:
+            self._keeps = True  # an heir cannot know who else has gone on from its checkpoint
+        return dict(quorum)
+
+    def _come(self, now: float) -> Run[None]:
+        """Tell what this island holds, unless the others know it."""
+        came = Came(
+            self.island,
+            self.order,
+            *self._holds,
+            f"{digest(self._told, 128):032x}",
+            [one for one, (_, until, _) in self._apart.items() if until > now],
+            [*self._brings],
+            [*self._heir_of],
+        )
+        if self._mine is not None and (self._mine[0], self._mine[2]) == (self._next, came):
+            return
+        slot = len(self._came.get(self._next, ())) + 1
+        text = json.dumps(asdict(came))
+        while (yield Create(f"{self._next}.came.{slot}", text)) != text:
+            slot += 1
+        self._mine = self._next, slot, came
+
+    def _look(self, number: int) -> Run[None]:
+        """Learn who has come to an attempt."""
+        came = self._came.setdefault(number, [])
+        while (text := (yield Read(f"{number}.came.{len(came) + 1}"))) is not None:
+            came.append(Came(**json.loads(text)))
+
+    def _fitting(self, last: dict[int, Came]) -> list[int]:
+        """Return islands that hold the same as this one and have reached one another, by rank."""
+        replaced = {key for one in last.values() for key in one.heir_of}
+        fit = [
+            one
+            for one in last.values()
+            if one.fits == last[self.island].fits and f"{self.place}.{one.island}" not in replaced
+        ]
+        pairs = {(one.island, other) for one in fit for other in one.apart}
+        pairs |= {(other, one) for one, other in pairs}
+        chosen: list[Came] = []
+        for one in sorted(fit, key=lambda one: (_count(pairs, one), one.order, one.island)):
+            if all((one.island, other.island) not in pairs for other in chosen):
+                chosen.append(one)
+        return [one.island for one in sorted(chosen, key=lambda one: (one.order, one.island))]
+
+    def _are_enough(self, last: dict[int, Came], fit: list[int], waited: float) -> Run[bool]:
+        """Return whether those who have come take part without those who have not."""
+        if not self._latest:
+            if len(fit) >= self._least:
+                return True
+            longest = (LONGEST if self._apart else _LONGEST_BEGIN) * self._patience
+            if waited > longest:
+                raise CommunicationError(
+                    f"a run begins with {self._least} islands that reach one another; in"
+                    f" {longest:g} s islands {sorted(last)} have come {self._why()}"
+                )
+            return False
+        failed = self._outcomes.get(self._next - 1) == _ABORT
+        patience = min(self._patience, _GRACE_SECONDS) if failed else self._patience
+        if waited > patience:
+            return True
+        expected = {*self._members}.union(*(one.brings for one in last.values()))
+        return expected <= {*last} or expected <= {*last} | (yield Gone())
+
+    def _check_state(self, alike: list[Came]) -> None:
+        first = next(one for one in alike if one.steps == self.steps)
+        if first.state != self.state:
+            raise MismatchError(
+                f"this island has other parameters to begin with than island {first.island}; start"
+                " all from one seed, or from checkpoints of one run"
+            )
+
+    def _wait_for_outcome(self) -> Run[None]:
+        """Wait for the outcome of an attempt of others, who may die of it."""
+        since = yield Now()
+        while (yield Read(f"{self._next}.outcome")) is None:
+            waited = (yield Now()) - since
+            if waited > 3 * self._patience:
+                yield Create(f"{self._next}.outcome", _ABORT)
+            else:
+                yield Wait(waited)
+
+    def _find_next(self) -> Run[None]:
+        """Learn which attempt is the next, and which was the latest that took effect."""
+        self._closed = yield from _first_missing("closed.{}", self._closed)
+        if self._closed * BLOCK >= self._next:
+            summed_up = json.loads((yield Read(f"closed.{self._closed - 1}")) or "[0]")
+            self._next, self._latest = self._closed * BLOCK + 1, max(summed_up)
+        while (outcome := (yield from self._outcome(self._next))) is not None:
+            self._outcomes[self._next] = outcome
+            if outcome == _COMMIT:
+                self._latest = self._next
+            self._next += 1
+        self._outcomes = {
+            one: what for one, what in self._outcomes.items() if one >= self._next - 1
+        }
+
+    def _outcome(self, number: int) -> Run[str | None]:
+        """Return the outcome of an attempt, of which the place is told if it has forgotten it."""
+        known: str | None = self._outcomes.get(number)
+        if known is None:
+            known = yield Read(f"{number}.outcome")
+        elif (yield Create(f"{number}.outcome", known)) != known:
+            raise self._forgotten(number)
+        return known
+
+    # To join and to return.
+
+    def take_over(self) -> Run[bool]:
+        """Get what islands share; return whether what this island has moved may be kept.
+
+        Raises
+        ------
+        CommunicationError
+            When no island that holds it sends it.
+        """
+        since = yield Now()
+        yield from self._find_next()
+        while (waited := (yield Now()) - since) <= LONGEST * self._patience:
+            if self._mine is None or self._mine[0] + 1 < self._next:
+                yield from self._come(since + waited)
+            assert self._mine is not None
+            name = f"{self._mine[0]}.host.{self._mine[1]}"
+            if (host := (yield Read(name))) is not None:
+                got = yield Receive(int(host), name)
+                if isinstance(got, tuple):
+                    return (yield from self._taken(*got))
+                yield from self._keep_apart([int(host)], got)
+                self._mine = None
+            elif (yield Read(f"{self._mine[0] + 1}.outcome")) is not None:
+                yield from self._find_next()
+            yield Wait(waited)
+        raise CommunicationError(
+            f"no island has sent what the run shares in {waited:.0f} s, so there is nobody to join"
+            f" {self._why()}; if all have ended, load checkpoints at another place"
+        )
+
+    def welcome(self) -> Run[None]:
+        """After an outer step: host islands that are behind, and remove what nobody needs."""
+        for number in (self.at, self.at + 1):
+            yield from self._look(number)
+            yield from self._welcome(number, {*self._members})
+        former = [number for number in self._came if number < self.at - 1]
+        came = [(number, slot + 1) for number in former for slot in range(len(self._came[number]))]
+        self._came = {one: who for one, who in self._came.items() if one not in former}
+        if self._members[0] == self.island:
+            yield Remove([f"{n}.{what}.{slot}" for n, slot in came for what in ("came", "host")])
+            yield from self._sum_up()
+
+    def _welcome(self, number: int, hosts: set[int]) -> Run[None]:
+        """Host those who came to an attempt and are behind, if it is this island's turn."""
+        last = {one.island: slot for slot, one in enumerate(self._came[number], 1)}
+        for slot, guest in enumerate(self._came[number], 1):
+            is_behind = (guest.at, guest.steps) < (self.at, self.steps)
+            if guest.island in self._members or not is_behind or last[guest.island] != slot:
+                continue
+            turns = sorted(one for one in hosts if one not in guest.apart and one != guest.island)
+            name = f"{number}.host.{slot}"
+            if self.at and (not turns or turns[slot % len(turns)] != self.island):
+                continue
+            me, is_new = str(self.island), guest.island not in self._brings
+            if is_new and (yield Create(name, me)) == me:
+                self._brings.append(guest.island)
+                yield Host(guest.island, name)
+
+    def _taken(self, at: int, steps: int) -> Run[bool]:
+        kept = self._keeps
+        if (yield Read(f"heir.{self._key}")) is not None:  # which has what this one has moved
+            kept, self._lives = False, self._lives + 1
+            yield from self._take_number()
+        self.at, self.steps, self._keeps = at, steps, True
+        self._members, self._brings, self._heir_of, self._mine = [], [], [], None
+        if at:
+            self._members = (yield from self._quorum(at))["members"]
+        return kept
+
+    def is_awaited(self) -> Run[bool]:
+        """Return whether others wait for this island, or have gone on without it."""
+        yield from self._find_next()
+        if self.at != self._latest:
+            return True
+        return (yield Read(f"{self._next}.came.1")) is not None
+
+    def _quorum(self, number: int) -> Run[dict[str, Any]]:
+        text = yield Read(f"{number}.quorum")
+        return dict(json.loads(text)) if text else {"members": [], "facts": self._told}
+
+    @staticmethod
+    def _forgotten(number: int) -> CommunicationError:
+        return CommunicationError(
+            f"the place where islands meet has forgotten attempt {number}, and others have decided"
+            " otherwise since; load the last checkpoints at another place"
+        )
+
+    def _why(self) -> str:
+        """Return why islands were not reached."""
+        return "".join(f"(island {one}: {why})" for one, (_, _, why) in self._apart.items())
+
+    def _keep_apart(self, islands: Sequence[int], why: str) -> Run[None]:
+        now = yield Now()
+        for one in islands:
+            times = self._apart.get(one, (0,))[0]
+            until = now + self._patience * min(2**times, _MOST_APART)
+            self._apart[one] = times + 1, until, why
+
+    def _sum_up(self) -> Run[None]:
+        """Sum up a block of outcomes, if two more have followed."""
+        if self.at <= (self._closed + 3) * BLOCK:
+            return
+        numbers = range(self._closed * BLOCK + 1, (self._closed + 1) * BLOCK + 1)
+        before = yield Read(f"closed.{self._closed - 1}")
+        commits = [max(json.loads(before))] if before else [0]
+        for number in numbers:
+            if (yield Read(f"{number}.outcome")) == _COMMIT:
+                commits.append(number)
+        yield Create(f"closed.{self._closed}", json.dumps(commits))
+        yield Remove([f"{one}.{what}" for one in numbers for what in ("quorum", "outcome")])
+        self._closed += 1
+
+
+def _block(number: int) -> int:
+    return (number - 1) // BLOCK
+
+
+def _count(pairs: set[tuple[int, int]], came: Came) -> int:
+    return sum(one == came.island for one, _ in pairs)
+
+
+def _first_missing(key: str, known: int) -> Run[int]:
+    """Return the first number from ``known`` on whose key is not there; all before it are."""
+    step = 1
+    while (yield Read(key.format(known + step - 1))) is not None:
+        known, step = known + step, 2 * step
+    while step > 1:
+        step //= 2
+        if (yield Read(key.format(known + step - 1))) is not None:
+            known += step
+    return known

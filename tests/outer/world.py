@@ -1,0 +1,522 @@
+"""A world in which islands run `sparcel.outer.protocol`, as a seed has it: time, place and links.
+
+Nothing in it waits. An island trains by counting: each inner step is a name, parameters are the set
+of names that have been counted, and what an island has moved, or its memory owes, are sets, too. So
+a name that is counted twice, or lost where nobody was told, is seen at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from sparcel.errors import SparcelError
+from sparcel.outer import protocol
+from sparcel.outer.protocol import LONGEST, Attempt, Protocol
+
+PATIENCE = 10.0
+SETTLED = 40 * PATIENCE
+"""So long after the last fault, at most, all islands that are there go on together."""
+
+Names = frozenset[str]
+NONE: Names = frozenset()
+
+
+class Exchange(NamedTuple):
+    """Exchange what this island has moved; the answer is an `Arrived`."""
+
+    attempt: Attempt
+
+
+class Train(NamedTuple):
+    """Let time go by."""
+
+    seconds: float
+
+
+class Arrived(NamedTuple):
+    """What came of an exchange: whether all have heard of all, this one has, and who is apart."""
+
+    all: bool
+    here: bool = True
+    apart: list[int] = []  # noqa: RUF012
+
+
+class Held(NamedTuple):
+    """What islands share: all that was counted, and what sums up how it came about."""
+
+    counted: Names = NONE
+    digest: int = 0
+
+
+@dataclass
+class Checkpoint:
+    """What an island saves."""
+
+    numbers: tuple[str, int, int, int]
+    steps: int
+    shared: Held
+    moved: Names
+    memory: Names
+
+
+class BrokenPromiseError(AssertionError):
+    """A promise was broken."""
+
+
+class Island:
+    """An island's process, which counts names as `sparcel.outer.driver` moves tensors."""
+
+    def __init__(self, world: World, name: str, saved: Checkpoint | None) -> None:
+        self.world, self.name, self.saved = world, name, saved
+        chance = world.chance
+        self.every, self.inner_s = chance.randint(1, 3), chance.uniform(0.3, 2.0)
+        facts = {"layout": "1", "settings": "1"}
+        self.mine = world.make(f"{chance.getrandbits(60)}", facts, "", 2, PATIENCE)
+        self.steps, self.clock, self.visiting = 0, 0, False
+        self.shared, self.moved, self.memory = Held(), NONE, NONE
+        self.sent: Names = NONE
+        self.told: list[str] = []
+        self.trained: set[str] = set()
+        self.dropped: set[str] = set()
+        self.connected: dict[int, Island] = {}
+        self.until = 0.0  # it stands still until then
+        self.ended: str | None = None
+        self.committed: list[tuple[float, int]] = []
+        self.checkpoints: list[Checkpoint] = []
+        self.doing = self.life()
+
+    def life(self) -> Generator[Any, Any, None]:
+        """Do what the driver does."""
+        joined = yield from self.mine.enter()
+        if joined:
+            self.receive()
+        self.begin()
+        if self.saved is not None:
+            yield from self.load(self.saved, joined)
+        while True:
+            yield Train(self.inner_s)
+            name = f"{self.name}.{len(self.trained)}"
+            self.trained.add(name)
+            self.moved |= {name}
+            self.clock += 1
+            due = self.clock >= (self.steps + 1) * self.every
+            if due or (self.visiting and (yield from self.mine.is_awaited())):
+                self.visiting = False
+                yield from self.step()
+            if self.world.chance.random() < 0.3:
+                self.save()
+
+    def step(self) -> Generator[Any, Any, None]:
+        """Take an outer step, or find out that the others have."""
+        while (attempt := (yield from self.mine.meet())) is not None:
+            arrived = yield Exchange(attempt)
+            if (yield from self.mine.decide(arrived.all, arrived.here, arrived.apart, "cut")):
+                self.world.commit(self, attempt)
+                yield from self.mine.welcome()
+                return
+        kept = yield from self.mine.take_over()
+        self.receive()
+        if not kept:
+            self.drop()
+
+    def receive(self) -> None:
+        self.shared, self.steps = self.world.given.pop(self.name), self.mine.steps
+        self.clock, self.visiting = self.steps * self.every, True
+
+    def drop(self) -> None:
+        self.dropped |= self.moved | self.memory
+        self.told.append(f"dropped {len(self.moved | self.memory)}")
+        self.moved = self.memory = NONE
+
+    def begin(self) -> None:
+        self.mine.steps, self.mine.state = self.steps, f"{self.shared.digest:x}"
+
+    def load(self, saved: Checkpoint, joined: bool) -> Generator[Any, Any, None]:
+        place, _, _, at = saved.numbers
+        if joined and (place, at) != (self.mine.place, self.mine.at):
+            self.told.append("came back")
+            return
+        yield from self.mine.resume(*saved.numbers)
+        self.steps, self.shared = saved.steps, saved.shared
+        self.moved, self.memory = saved.moved, saved.memory
+        self.clock = self.steps * self.every
+        self.begin()
+
+    def save(self) -> None:
+        mine = self.mine
+        numbers = mine.place, mine.island, mine.order, mine.at
+        now = Checkpoint(numbers, self.steps, self.shared, self.moved, self.memory)
+        self.checkpoints.append(now)
+
+
+@dataclass
+class Meeting:
+    """The members of an attempt that have begun to exchange, with what each sends and keeps."""
+
+    members: list[int]
+    there: dict[int, Island] = field(default_factory=dict)
+    sends: dict[int, Names] = field(default_factory=dict)
+    outcome: Held | None = None
+    over: bool = False
+
+
+class World:
+    """The world of a seed.
+
+    Parameters
+    ----------
+    seed
+        What decides everything.
+    make
+        Makes an island's part; tests plant faults in it.
+    forgets
+        Whether the place may lose the last second when it restarts.
+    """
+
+    def __init__(
+        self, seed: int, make: Callable[..., Protocol] = Protocol, forgets: bool = False
+    ) -> None:
+        self.chance, self.make, self.forgets = random.Random(seed), make, forgets
+        self.now, self._number = 0.0, 0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self.keys: dict[str, tuple[str, float]] = {}
+        self.islands: list[Island] = []
+        self.given: dict[str, Held] = {}
+        self.story: list[str] = []
+        self._meetings: dict[tuple[int, tuple[int, ...]], Meeting] = {}
+        self._hosted: dict[str, tuple[Island, int, int, Held]] = {}
+        self._commits: dict[int, int] = {}
+        self._cut: dict[frozenset[Island], float] = {}
+        self._down = 0.0
+        self._branches: set[int] = set()
+
+    # Time.
+
+    def after(self, seconds: float, then: Callable[[], None]) -> None:
+        self._number += 1
+        heapq.heappush(self._events, (self.now + seconds, self._number, then))
+
+    def run(self, until: float) -> None:
+        events = self._events
+        while events and events[0][0] <= until:
+            self.now, _, then = heapq.heappop(events)
+            then()
+        self.now = until
+
+    def tell(self, what: str) -> None:
+        self.story.append(f"{self.now:8.2f}  {what}")
+
+    # Islands.
+
+    def start(self, name: str, saved: Checkpoint | None = None) -> Island:
+        island = Island(self, name, saved)
+        self.islands.append(island)
+        self.tell(f"{name} begins" + (f" from step {saved.steps}" if saved else ""))
+        self.resume(island, None)
+        return island
+
+    def kill(self, island: Island) -> None:
+        island.ended = "killed"
+        self.tell(f"{island.name} is killed")
+
+    def resume(self, island: Island, answer: object) -> None:
+        """Let an island go on with an answer, now or when it stands still no longer."""
+        if island.ended:
+            return
+        if island.until > self.now:
+            self.after(island.until - self.now, lambda: self.resume(island, answer))
+            return
+        try:
+            action = island.doing.send(answer)
+            while isinstance(action, protocol.Now):
+                action = island.doing.send(self.now)
+        except SparcelError as error:
+            island.ended = f"{type(error).__name__}: {error}"
+            self.tell(f"{island.name} fails: {error}")
+            return
+        self._do(island, action)
+
+    def _do(self, island: Island, action: object) -> None:
+        chance, again = self.chance, lambda answer: self.resume(island, answer)
+        match action:
+            case protocol.Create() | protocol.Read() | protocol.Remove():
+                self._request(island, action, self.now)
+            case protocol.Wait(waited):
+                self.after(min(max(0.02, 0.2 * waited), 2.0), lambda: again(None))
+            case Train(seconds):
+                self.after(seconds * chance.uniform(0.9, 1.3), lambda: again(None))
+            case protocol.Gone():
+                gone = {n for n, one in island.connected.items() if one.ended}
+                self.after(0.0, lambda: again(gone))
+            case protocol.Alive(islands):
+                signs = {
+                    one.mine.island
+                    for one in self.islands
+                    if not one.ended and one.until <= self.now
+                }
+                self.after(1.0, lambda: again(islands & signs))
+            case protocol.Host(_, name):
+                held = island.mine.at, island.mine.steps, island.shared
+                self._hosted[name] = (island, *held)
+                self.after(0.0, lambda: again(None))
+            case protocol.Receive(_, name):
+                self._receive(island, name, self.now + PATIENCE)
+            case Exchange(attempt):
+                self._exchange(island, attempt)
+            case _:
+                raise TypeError(action)
+
+    # The place.
+
+    def _request(self, island: Island, action: Any, since: float) -> None:
+        """Send a request, which may be lost, or come late, or twice, or its answer be lost."""
+        chance = self.chance
+        delay = chance.expovariate(20.0) if chance.random() < 0.95 else chance.uniform(0.1, 3.0)
+        fate = chance.random()
+
+        def again() -> None:
+            if self.now - since > LONGEST * PATIENCE:
+                island.ended = "the place does not answer"
+                self.tell(f"{island.name} fails: the place does not answer")
+            else:
+                self._request(island, action, since)
+
+        def come() -> None:
+            if island.ended and fate > 0.5:
+                return
+            if self.now < self._down or fate < 0.01:
+                self.after(1.0, again)
+                return
+            answer = self._answer(action)
+            if fate < 0.02:  # the answer is lost
+                self.after(1.0, again)
+                return
+            self.resume(island, answer)
+
+        self.after(delay, come)
+        if isinstance(action, protocol.Create) and fate > 0.99:  # it comes once more, much later
+            self.after(chance.uniform(0.0, 10 * PATIENCE), lambda: void(self._answer(action)))
+
+    def _answer(self, action: Any) -> str | None:
+        match action:
+            case protocol.Create(key, text):
+                if key not in self.keys:
+                    self.keys[key] = text, self.now
+                return self.keys[key][0]
+            case protocol.Read(key):
+                return self.keys.get(key, (None,))[0]
+            case protocol.Remove(keys):
+                for key in keys:
+                    self.keys.pop(key, None)
+        return None
+
+    def restart(self, seconds: float) -> None:
+        """Let the place be down for a while, and lose the last second if it is one that may."""
+        self._down = self.now + seconds
+        lost = [key for key, (_, at) in self.keys.items() if self.forgets and at > self.now - 1.0]
+        for key in lost:
+            del self.keys[key]
+        self.tell(f"the place is down for {seconds:.1f} s, and has lost {lost}")
+
+    # Links.
+
+    def cut(self, one: Island, other: Island, seconds: float) -> None:
+        self._cut[frozenset((one, other))] = self.now + seconds
+        self.tell(f"{one.name} and {other.name} do not reach each other for {seconds:.0f} s")
+
+    def reach(self, one: Island, other: Island) -> bool:
+        return self._cut.get(frozenset((one, other)), 0.0) <= self.now
+
+    def _receive(self, island: Island, name: str, until: float) -> None:
+        """Receive from a host that has begun, or will within the patience."""
+        found = self._hosted.get(name)
+        if (
+            found
+            and not found[0].ended
+            and self.reach(island, found[0])
+            and found[0].until <= self.now
+        ):
+            _, at, steps, held = found
+
+            def received() -> None:
+                self.given[island.name] = held
+                self.resume(island, (at, steps))
+
+            self.after(self.chance.uniform(0.1, 4.0), received)
+        elif self.now > until:
+            self.resume(island, "nothing came")
+        else:
+            self.after(1.0, lambda: self._receive(island, name, until))
+
+    def _exchange(self, island: Island, attempt: Attempt) -> None:
+        key = attempt.number, tuple(attempt.members)
+        meeting = self._meetings.setdefault(key, Meeting(attempt.members))
+        me = island.mine.island
+        pending = island.moved | island.memory
+        meeting.there[me] = island
+        meeting.sends[me] = frozenset(one for one in pending if self.chance.random() < 0.8)
+        if len(meeting.there) == len(meeting.members):
+            self.after(self.chance.uniform(0.1, 3.0), lambda: self._finish(meeting))
+
+        def give_up() -> None:
+            if not meeting.over or meeting.outcome is None:
+                meeting.over = True
+                self.resume(island, Arrived(False, False, self._apart(meeting, island)))
+
+        self.after(PATIENCE, give_up)
+
+    def _apart(self, meeting: Meeting, island: Island) -> list[int]:
+        missing = [n for n in meeting.members if n not in meeting.there]
+        return missing + [
+            n for n, one in meeting.there.items() if one.ended or not self.reach(one, island)
+        ]
+
+    def _finish(self, meeting: Meeting) -> None:
+        """End an exchange to which all have come, unless one was given up on."""
+        if meeting.over:
+            return
+        those = [*meeting.there.values()]
+        if any(one.ended or one.until > self.now for one in those):
+            return  # the others wait in vain
+        if not all(self.reach(one, other) for one in those for other in those if one is not other):
+            return
+        meeting.over = True
+        bases = {one.shared.digest for one in those}
+        if len(bases) > 1:
+            raise BrokenPromiseError(f"members {meeting.members} hold different parameters")
+        counted = those[0].shared.counted
+        for sent in meeting.sends.values():
+            if counted & sent:
+                raise BrokenPromiseError(f"counted twice: {sorted(counted & sent)}")
+            counted |= sent
+        digest = hash((those[0].shared.digest, tuple(meeting.members), counted))
+        meeting.outcome = Held(counted, digest)
+        heard_of_all = self.chance.random() < 0.97
+        for one in those:
+            arrived = heard_of_all or self.chance.random() < 0.5
+            wait = 0.0 if arrived else PATIENCE
+            self.after(wait, lambda one=one, arrived=arrived: self.resume(one, Arrived(arrived)))
+
+    def commit(self, island: Island, attempt: Attempt) -> None:
+        """Let a step take effect on an island; check that it is the one of all others."""
+        meeting = self._meetings[attempt.number, tuple(attempt.members)]
+        me = island.mine.island
+        if meeting.outcome is None:
+            raise BrokenPromiseError(
+                f"{island.name} commits attempt {attempt.number} that has not arrived"
+            )
+        digest = self._commits.setdefault(attempt.number, meeting.outcome.digest)
+        if digest != meeting.outcome.digest and not self.forgets:
+            raise BrokenPromiseError(
+                f"attempt {attempt.number} was committed with other parameters"
+            )
+        if not self.forgets:
+            self._follows(island, attempt.number)
+        sent = meeting.sends[me]
+        island.memory = (island.moved | island.memory) - sent
+        island.moved = NONE
+        island.shared = meeting.outcome
+        island.steps += 1
+        island.connected = meeting.there
+        island.committed.append((self.now, attempt.number))
+        self.tell(f"{island.name} commits attempt {attempt.number} with {attempt.members}")
+
+    def _follows(self, island: Island, number: int) -> None:
+        before = max((one for one in self._commits if one < number), default=None)
+        if before is not None and island.shared.digest != self._commits[before]:
+            raise BrokenPromiseError(f"attempt {number} does not go on from attempt {before}")
+
+
+def void(_: object) -> None:
+    """Do nothing with an answer."""
+
+
+def live(seed: int, make: Callable[..., Protocol] = Protocol, forgets: bool = False) -> World:
+    """Live through a seed's faults, and check what the protocol promises; return the world."""
+    world = World(seed, make, forgets)
+    try:
+        _live(world)
+    except BrokenPromiseError as error:
+        told = "\n".join(world.story[-60:])
+        raise BrokenPromiseError(f"seed {seed}: {error}\n{told}") from None
+    return world
+
+
+def _live(world: World) -> None:
+    chance = world.chance
+    for number in range(chance.randint(2, 7)):
+        world.after(chance.uniform(0, 5), lambda number=number: void(world.start(f"i{number}")))
+    until = chance.uniform(30.0, 90.0)
+    saved: list[Checkpoint] = []
+    time, names = 10.0, 10
+    while (time := time + chance.expovariate(1 / 8.0)) < until:
+        world.run(time)
+        there = [one for one in world.islands if not one.ended]
+        saved = [one for island in world.islands for one in island.checkpoints]
+        what, seconds = chance.random(), chance.expovariate(1 / PATIENCE)
+        if what < 0.3 and there:
+            one = chance.choice(there)
+            one.until = world.now + 2 * seconds
+            world.tell(f"{one.name} stands still for {2 * seconds:.1f} s")
+        elif what < 0.45 and len(there) > 1:
+            world.cut(*chance.sample(there, 2), 3 * seconds)
+        elif what < 0.6 and there:
+            world.kill(chance.choice(there))
+        elif what < 0.9:
+            names += 1
+            world.start(f"i{names}", chance.choice([*saved[-40:], None]))
+        else:
+            world.restart(min(seconds, PATIENCE))
+    world.run(max(until, world._down))
+    for one in world.islands:  # nothing stands still or is cut any more
+        one.until = min(one.until, world.now)
+    world._cut.clear()
+    world.tell("no more faults")
+    healed = world.now
+    while world.now < healed + SETTLED and not _is_settled(world, healed):
+        world.run(world.now + PATIENCE)
+    _check(world, healed)
+
+
+def _is_settled(world: World, healed: float) -> bool:
+    """Tell whether all have come through the same two outer steps since."""
+    steps = [
+        {number for time, number in one.committed if time > healed}
+        for one in world.islands
+        if not one.ended
+    ]
+    return not steps or len(set.intersection(*steps)) > 1
+
+
+def _check(world: World, healed: float) -> None:
+    """Check that those who are there have gone on together, and that nothing was lost untold."""
+    if world.forgets:  # then it is only promised that nothing is counted twice
+        return
+    _check_ended(world)
+    there = [one for one in world.islands if not one.ended]
+    if not world._commits:  # too few that could begin
+        return
+    for one in there:
+        if sum(time > healed for time, _ in one.committed) < 2:
+            raise BrokenPromiseError(f"{one.name} has come through no outer step since all is well")
+        lost = one.trained - one.shared.counted - one.moved - one.memory - one.dropped
+        if lost:
+            raise BrokenPromiseError(f"{one.name} has lost {sorted(lost)} without being told")
+    if not _is_settled(world, healed):
+        raise BrokenPromiseError("islands do not go on together")
+
+
+def _check_ended(world: World) -> None:
+    """Check that an island ended by itself only where nobody held what it needed."""
+    for one in world.islands:
+        if one.ended in (None, "killed") or world.forgets:
+            continue
+        if "there is nobody to join" in str(one.ended) or "does not answer" in str(one.ended):
+            continue
+        if "a run begins with" in str(one.ended):
+            continue
+        raise BrokenPromiseError(f"{one.name} ended: {one.ended}")
