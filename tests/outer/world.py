@@ -188,7 +188,7 @@ class World:
         self.given: dict[str, Held] = {}
         self.story: list[str] = []
         self._meetings: dict[tuple[int, tuple[int, ...]], Meeting] = {}
-        self._hosted: dict[str, tuple[Island, int, int, Held]] = {}
+        self._hosted: dict[str, tuple[Island, tuple[int, int, str], Held]] = {}
         self._commits: dict[int, int] = {}
         self._cut: dict[frozenset[Island], float] = {}
         self._down = 0.0
@@ -252,16 +252,14 @@ class World:
             case protocol.Gone():
                 gone = {n for n, one in island.connected.items() if one.ended}
                 self.after(0.0, lambda: again(gone))
-            case protocol.Alive(islands):
-                signs = {
-                    one.mine.island
-                    for one in self.islands
-                    if not one.ended and one.until <= self.now
-                }
-                self.after(1.0, lambda: again(islands & signs))
+            case protocol.Signs(islands):
+                there = [one for one in self.islands if one.mine.island in islands]
+                signs = [
+                    f"{one.name} {self.now:.1f}" if self._shows(one) else one.name for one in there
+                ]
+                self.after(0.05, lambda: again("".join(signs)))
             case protocol.Host(_, name):
-                held = island.mine.at, island.mine.steps, island.shared
-                self._hosted[name] = (island, *held)
+                self._hosted[name] = island, island.mine.holds, island.shared
                 self.after(0.0, lambda: again(None))
             case protocol.Receive(_, name):
                 self._receive(island, name, self.now + PATIENCE)
@@ -270,13 +268,17 @@ class World:
             case _:
                 raise TypeError(action)
 
+    def _shows(self, island: Island) -> bool:
+        """Tell whether an island gives signs of life."""
+        return not island.ended and island.until <= self.now
+
     # The place.
 
     def _request(self, island: Island, action: Any, since: float) -> None:
         """Send a request, which may be lost, or come late, or twice, or its answer be lost."""
         chance = self.chance
         delay = chance.expovariate(20.0) if chance.random() < 0.95 else chance.uniform(0.1, 3.0)
-        fate = chance.random()
+        fate, keys = chance.random(), self.keys
 
         def again() -> None:
             if self.now - since > LONGEST * PATIENCE:
@@ -291,7 +293,7 @@ class World:
             if self.now < self._down or fate < 0.01:
                 self.after(1.0, again)
                 return
-            answer = self._answer(action)
+            answer = self._answer(keys, action)
             if fate < 0.02:  # the answer is lost
                 self.after(1.0, again)
                 return
@@ -299,19 +301,17 @@ class World:
 
         self.after(delay, come)
         if isinstance(action, protocol.Create) and fate > 0.99:  # it comes once more, much later
-            self.after(chance.uniform(0.0, 10 * PATIENCE), lambda: void(self._answer(action)))
+            self.after(chance.uniform(0.0, 10 * PATIENCE), lambda: void(self._answer(keys, action)))
 
-    def _answer(self, action: Any) -> str | None:
+    def _answer(self, keys: dict[str, tuple[str, float]], action: Any) -> str | None:
         match action:
             case protocol.Create(key, text):
-                if key not in self.keys:
-                    self.keys[key] = text, self.now
-                return self.keys[key][0]
+                return keys.setdefault(key, (text, self.now))[0]
             case protocol.Read(key):
-                return self.keys.get(key, (None,))[0]
-            case protocol.Remove(keys):
-                for key in keys:
-                    self.keys.pop(key, None)
+                return keys.get(key, (None,))[0]
+            case protocol.Remove(gone):
+                for key in gone:
+                    keys.pop(key, None)
         return None
 
     def restart(self, seconds: float) -> None:
@@ -340,11 +340,11 @@ class World:
             and self.reach(island, found[0])
             and found[0].until <= self.now
         ):
-            _, at, steps, held = found
+            _, holds, held = found
 
             def received() -> None:
                 self.given[island.name] = held
-                self.resume(island, (at, steps))
+                self.resume(island, holds)
 
             self.after(self.chance.uniform(0.1, 4.0), received)
         elif self.now > until:
@@ -430,6 +430,14 @@ class World:
         if before is not None and island.shared.digest != self._commits[before]:
             raise BrokenPromiseError(f"attempt {number} does not go on from attempt {before}")
 
+    def move(self) -> None:
+        """End all, and begin anew at another place."""
+        for one in self.islands:
+            if not one.ended:
+                self.kill(one)
+        self.keys, self._meetings, self._hosted, self._commits = {}, {}, {}, {}
+        self.tell("all go to another place")
+
 
 def void(_: object) -> None:
     """Do nothing with an answer."""
@@ -453,6 +461,16 @@ def _live(world: World) -> None:
     until = chance.uniform(30.0, 90.0)
     saved: list[Checkpoint] = []
     time, names = 10.0, 10
+    if chance.random() < 0.2:
+        world.run(chance.uniform(10.0, 40.0))
+        saved = [one for island in world.islands for one in island.checkpoints]
+        world.move()
+        for _ in range(chance.randint(2, 5)):
+            names += 1
+            one = chance.choice([*saved[-20:], None])
+            at = chance.uniform(0, 5)
+            world.after(at, lambda name=f"i{names}", one=one: void(world.start(name, one)))
+        time, until = world.now + time, world.now + until
     while (time := time + chance.expovariate(1 / 8.0)) < until:
         world.run(time)
         there = [one for one in world.islands if not one.ended]

@@ -31,12 +31,6 @@ seconds that an exchange may take."""
 _PAUSE_SECONDS, _WAITED_SHARE = 0.02, 0.2
 """How long to wait until the next look: at first, and as a share of what was waited before."""
 
-_BEAT_SECONDS, _BEATS = 5.0, 4
-"""How often an island gives a sign of life at most, and how often in a patience at least."""
-
-_SILENT = 2.5
-"""After so many times without a sign an island is taken for dead."""
-
 _NUMBERS = ("place", "island", "order", "at")
 
 
@@ -257,30 +251,18 @@ class Elastic:
                     if self._connected
                     else set()
                 )
-            case protocol.Alive(islands):
-                return self._alive(islands)
+            case protocol.Signs(islands):
+                return "".join(self._board.read(f"beat.{one}") or "" for one in islands)
             case protocol.Host(guest, name):
-                mine = self._protocol
-                told = torch.tensor([mine.at, mine.steps])
+                at, steps, state = self._protocol.holds
+                told = torch.tensor([at, steps, int(state or "0", 16)])
                 shared = (tensor.to("cpu", copy=True) for tensor in self._shared.tensors)
                 copies = [told, *shared]
-                arguments = (guest, mine.island, name, copies)
+                arguments = (guest, self._protocol.island, name, copies)
                 threading.Thread(target=self._host, args=arguments, daemon=True).start()
             case protocol.Receive(host, name):
                 return self._receive(host, name)
         return None
-
-    def _alive(self, islands: set[int]) -> set[int]:
-        """Wait for a sign of life of islands, until they should have given several."""
-        first = {one: self._board.read(f"beat.{one}") for one in islands}
-        there = {one: text for one, text in first.items() if text is not None}
-        interval = _interval(self._patience)
-        deadline = time.monotonic() + _SILENT * interval
-        alive: set[int] = set()
-        while there and not alive and time.monotonic() < deadline:
-            time.sleep(interval / _BEATS)
-            alive = {one for one in there if self._board.read(f"beat.{one}") != there[one]}
-        return alive
 
     def _host(self, guest: int, me: int, name: str, messages: Sequence[Tensor]) -> None:
         with suppress(CommunicationError):  # the guest has gone, or will ask another
@@ -289,8 +271,8 @@ class Elastic:
                 comm.exchange({1: message.view(torch.uint8)}, {})
             comm.close()
 
-    def _receive(self, host: int, name: str) -> tuple[int, int] | str:
-        told = torch.zeros(2, dtype=torch.int64)
+    def _receive(self, host: int, name: str) -> tuple[int, int, str] | str:
+        told = torch.zeros(3, dtype=torch.int64)
         try:
             comm = self._connect(name, [host, self._protocol.island], 1, self._patience)
             for tensor in (told, *self._shared.tensors):
@@ -299,8 +281,8 @@ class Elastic:
             comm.close()
         except CommunicationError as error:
             return str(error)
-        at, steps = told.tolist()
-        return at, steps
+        at, steps, state = told.tolist()
+        return at, steps, f"{state:x}"
 
 
 class _Beats:
@@ -310,7 +292,7 @@ class _Beats:
         self._board, self._key = board, f"beat.{island}"
         self.steps = self.clock = 0
         self.stop = threading.Event()
-        self._seconds = _interval(patience)
+        self._seconds = protocol.beat_seconds(patience)
         self._thread = threading.Thread(target=self._go_on, daemon=True)
         self._thread.start()
 
@@ -331,10 +313,6 @@ class _Beats:
         self.stop.set()
         self._thread.join()
         self._board.remove([self._key])
-
-
-def _interval(patience: float) -> float:
-    return min(_BEAT_SECONDS, patience / _BEATS)
 
 
 Islands = Fixed | Elastic

@@ -42,7 +42,16 @@ LONGEST, _LONGEST_BEGIN = 10, 60
 _MOST_APART = 8
 """For how many times the patience two islands take no part together that did not connect."""
 
+_BEATS, _MOST_SECONDS, _SILENT = 4, 5.0, 2.5
+"""How often an island gives signs of life in a patience, or how many seconds apart at most; and
+after how many times without one it is taken for dead."""
+
 _COMMIT, _ABORT = "commit", "abort"
+
+
+def beat_seconds(patience: float) -> float:
+    """Return how often an island gives a sign of life."""
+    return min(_MOST_SECONDS, patience / _BEATS)
 
 
 class Create(NamedTuple):
@@ -78,27 +87,30 @@ class Gone(NamedTuple):
     """The answer is the set of members of the last attempt whose connections have ended."""
 
 
-class Alive(NamedTuple):
-    """The answer is the set of those islands among these that give signs of life."""
+class Signs(NamedTuple):
+    """The answer is what sums up the last signs of life of these islands; it is empty for none."""
 
-    islands: set[int]
+    islands: list[int]
 
 
 class Host(NamedTuple):
-    """Begin to send what is shared to an island, beside all else, under a name of its own."""
+    """Begin to send what is shared to an island, beside all else, under a name of its own.
+
+    `Protocol.holds` goes with it.
+    """
 
     guest: int
     name: str
 
 
 class Receive(NamedTuple):
-    """Receive what is shared; the answer is the host's ``(at, steps)``, or why it has failed."""
+    """Receive what is shared; the answer is what the host holds, or the error's text."""
 
     host: int
     name: str
 
 
-Action = Create | Read | Remove | Wait | Now | Gone | Alive | Host | Receive
+Action = Create | Read | Remove | Wait | Now | Gone | Signs | Host | Receive
 Run = Generator[Action, Any, T]
 """What yields actions, is sent their answers, and returns a result."""
 
@@ -181,6 +193,7 @@ class Protocol:
         self, nonce: str, facts: dict[str, str], layout: str, least: int, patience: float
     ) -> None:
         self._nonce, self._least, self._patience = nonce, least, patience
+        self._silence = _SILENT * beat_seconds(patience)
         self._facts, self._layout = facts, layout
         self._told = json.dumps(facts, sort_keys=True)
         self.place, self.island, self.order, self._lives = "", 0, 0, 1
@@ -217,23 +230,20 @@ class Protocol:
         self.place = yield Create("run", self._nonce)
         yield Create(f"layout.{self._facts['layout']}", self._layout)
         yield from self._find_next()
-        others = set[int]()
-        if self._latest:
-            quorum = yield from self._quorum(self._latest)
-            others = {*quorum["members"]}
-            yield from self._check_facts(quorum["facts"])
+        quorum = yield from self._quorum(self._latest)
+        yield from self._check_facts(quorum["facts"])
         yield from self._take_number()
-        if others and (yield Alive(others)):
-            yield from self.take_over()
-            return True
-        return False
+        if not self._latest:
+            return False
+        yield from self.take_over(quorum["members"])
+        return self.at > 0
 
     def _take_number(self) -> Run[None]:
         """Take a number; check the facts of those who wait for the run to begin, too."""
         number = (yield from _first_missing("island.{}", 1)) if self._latest else 1
         while (text := (yield Create(f"island.{number}", self._own))) != self._own:
             facts = text.partition(" ")[2]
-            if not self._latest and facts != self._told and (yield Alive({number})):
+            if not self._latest and facts != self._told and (yield from self._is_alive(number)):
                 yield from self._check_facts(facts)
             number += 1
         self.island = self.order = number
@@ -257,8 +267,18 @@ class Protocol:
         return f"{self.place}.{self.island}"
 
     @property
-    def _holds(self) -> tuple[int, int, str]:
+    def holds(self) -> tuple[int, int, str]:
+        """The attempt after which it holds what is shared, steps, and what sums it up at 0."""
         return self.at, self.steps, "" if self.at else self.state
+
+    def _is_alive(self, island: int) -> Run[bool]:
+        """Wait for a sign of life of an island."""
+        since, first = (yield Now()), (yield Signs([island]))
+        while first and (waited := (yield Now()) - since) < self._silence:
+            if (yield Signs([island])) != first:
+                return True
+            yield Wait(waited)
+        return False
 
     def _check_facts(self, text: str) -> Run[None]:
         first: dict[str, str] = json.loads(text)
@@ -294,10 +314,13 @@ class Protocol:
             quorum = yield from self._agree()
             if quorum is None:
                 return None
-            if self.island in quorum["members"]:
+            if self.island not in quorum["members"]:
+                yield from self._wait_for_outcome()
+            elif quorum["holds"] == [*self.holds]:
                 self._attempt = Attempt(self._next, quorum["members"])
                 return self._attempt
-            yield from self._wait_for_outcome()
+            else:  # this island has taken over what others hold since it came
+                yield Create(f"{self._next}.outcome", _ABORT)
 
     def decide(
         self, arrived: bool, held: bool, apart: Sequence[int] = (), why: str = ""
@@ -350,12 +373,12 @@ class Protocol:
             if (yield from self._are_enough(last, fit, now - since)):
                 if (yield Read(f"closed.{_block(number)}")) is not None:  # this island came late
                     return None
-                quorum = {"members": fit, "facts": self._told, "holds": [*self._holds]}
+                quorum = {"members": fit, "facts": self._told, "holds": [*self.holds]}
                 decided = yield Create(f"{number}.quorum", json.dumps(quorum))
                 break
             yield Wait(now - since)
         quorum = json.loads(decided)
-        if quorum["holds"] == [*self._holds] and not self._heir_of:
+        if quorum["holds"] == [*self.holds] and not self._heir_of:
             self._keeps = True  # an heir cannot know who else has gone on from its checkpoint
         return dict(quorum)
 
@@ -364,7 +387,7 @@ class Protocol:
         came = Came(
             self.island,
             self.order,
-            *self._holds,
+            *self.holds,
             f"{digest(self._told, 128):032x}",
             [one for one, (_, until, _) in self._apart.items() if until > now],
             [*self._brings],
@@ -463,15 +486,17 @@ class Protocol:
 
     # To join and to return.
 
-    def take_over(self) -> Run[bool]:
+    def take_over(self, others: Sequence[int] = ()) -> Run[bool]:
         """Get what islands share; return whether what this island has moved may be kept.
+
+        If these others give no signs of life, nothing is taken over.
 
         Raises
         ------
         CommunicationError
             When no island that holds it sends it.
         """
-        since = yield Now()
+        since, signs = (yield Now()), (yield Signs([*others]))
         yield from self._find_next()
         while (waited := (yield Now()) - since) <= LONGEST * self._patience:
             if self._mine is None or self._mine[0] + 1 < self._next:
@@ -486,6 +511,10 @@ class Protocol:
                 self._mine = None
             elif (yield Read(f"{self._mine[0] + 1}.outcome")) is not None:
                 yield from self._find_next()
+            elif others and waited > self._silence:
+                if (yield Signs([*others])) == signs:
+                    return False
+                others = ()
             yield Wait(waited)
         raise CommunicationError(
             f"no island has sent what the run shares in {waited:.0f} s, so there is nobody to join"
@@ -520,12 +549,12 @@ class Protocol:
                 self._brings.append(guest.island)
                 yield Host(guest.island, name)
 
-    def _taken(self, at: int, steps: int) -> Run[bool]:
+    def _taken(self, at: int, steps: int, state: str) -> Run[bool]:
         kept = self._keeps
         if (yield Read(f"heir.{self._key}")) is not None:  # which has what this one has moved
             kept, self._lives = False, self._lives + 1
             yield from self._take_number()
-        self.at, self.steps, self._keeps = at, steps, True
+        self.at, self.steps, self.state, self._keeps = at, steps, state, True
         self._members, self._brings, self._heir_of, self._mine = [], [], [], None
         if at:
             self._members = (yield from self._quorum(at))["members"]
