@@ -165,7 +165,7 @@ def run(network: Network, folder: Path, events: int, seed: int, seconds: float =
     place = f"tcp://{network.address(0)}:{port}" if network.link else str(folder / "bucket")
     with ExitStack() as ends:
         if network.link:
-            meet = ["-m", "sparcel", "meet", "--port", str(port)]
+            meet = ["-m", "sparcel", "meet", "--port", str(port), "--state", str(folder / "place")]
             ends.callback(Island(network, 0, meet, folder / "meet").end, None)
 
         def start() -> None:

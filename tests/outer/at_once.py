@@ -8,8 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from torch.distributed import PrefixStore
-
 from sparcel.comm import Communicator, ConnectedCommunicator
 from sparcel.delta.stores import Store
 from sparcel.outer.bucket import BucketRendezvous, BucketStore
@@ -35,8 +33,7 @@ def connect(
     place: Store | str, size: int, rank: int, timeout: float = PATIENCE, prefix: str = "run"
 ) -> ConnectedCommunicator:
     """Return the communicator of an island."""
-    kept = BucketStore(place)
-    store = PrefixStore(prefix, kept)
+    store = BucketStore(place).under(prefix)
     return ConnectedCommunicator(BucketRendezvous(store, list(range(size)), rank, timeout))
 
 

@@ -21,7 +21,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed import DistStoreError, PrefixStore
+from torch.distributed import DistStoreError
 
 import sparcel
 from sparcel import simulate
@@ -150,8 +150,7 @@ def test_communicators_that_were_split(place: str) -> None:
 
 def on_a_bucket(comm: Communicator, path: str) -> list[list[int]]:
     """Make a communicator over a bucket beside that of the workers; also submit jobs."""
-    kept = BucketStore(path)
-    store = PrefixStore("run", kept)
+    store = BucketStore(path).under("run")
     meeting = BucketRendezvous(store, list(range(comm.size)), comm.rank, 60.0)
     other = sparcel.comm.ConnectedCommunicator(meeting)
     jobs = [other.submit(partial(gathers, other)) for _ in range(3)]
@@ -216,7 +215,7 @@ def test_a_message_to_many_is_one_file(tmp_path: Path) -> None:
 def test_keys_are_any_texts(texts: list[str]) -> None:
     pytest.importorskip("fsspec")
     kept = BucketStore(in_memory())
-    store = PrefixStore("some/run", kept)
+    store = kept.under("some/run")
     for number, text in enumerate(texts):
         assert not store.check([text])
         store.set(text, str(number))
@@ -228,7 +227,7 @@ def test_keys_are_any_texts(texts: list[str]) -> None:
         assert store.delete_key(text)
         assert not store.delete_key(text)
     assert store.num_keys() == len(texts)
-    kept.clear("some/run/")
+    store.clear()
     assert kept.place.names() == []
 
 
@@ -255,17 +254,17 @@ def test_long_keys(tmp_path: Path) -> None:
 
 def test_values_that_are_waited_for(place: str) -> None:
     store, other = BucketStore(place), BucketStore(place)
-    below = PrefixStore("a", store)
+    below = store.under("a")
     for short in (
         lambda: below.wait(["b"], timedelta(0)),
         partial(store.wait, ["b"], timedelta(0)),
     ):
         with pytest.raises(DistStoreError, match="b did not come to"):
             short()
-    store.set_timeout(timedelta(seconds=0.01))
+    below.set_timeout(timedelta(seconds=0.01))
     with pytest.raises(DistStoreError, match="a/b did not come to"):
         below.get("b")
-    store.set_timeout(timedelta(seconds=60))
+    below.set_timeout(timedelta(seconds=60))
     with ThreadPoolExecutor() as threads:
         got = threads.submit(below.get, "b")
         other.set("a/b", b"\0\xff")
@@ -330,10 +329,6 @@ def test_places_that_cannot_be_buckets(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=text):
             BucketStore(odd)
     assert os.listdir(tmp_path) == []
-    plain = torch.distributed.HashStore()
-    for store in (plain, PrefixStore("a", plain), PrefixStore("a", BucketStore(tmp_path))):
-        with pytest.raises(InputError, match="store must be a BucketStore that is still held"):
-            BucketRendezvous(store, [0], 0, 1.0).engine()
 
 
 # What fails.
@@ -495,7 +490,7 @@ def test_a_message_longer_than_its_bound(place: str) -> None:
 
 def test_two_processes_with_one_rank(tmp_path: Path) -> None:
     """Their messages would be taken for one another's."""
-    engine = partial(BucketEngine, BucketStore(tmp_path), "run/", [0, 1], 0, 60.0)
+    engine = partial(BucketEngine, BucketStore(tmp_path).under("run"), [0, 1], 0, 60.0)
     first, second = engine(), engine()
     for content, one in enumerate((first, second)):
         message = {1: [torch.tensor([content], dtype=torch.uint8)]}
@@ -510,7 +505,7 @@ def test_two_processes_with_one_rank(tmp_path: Path) -> None:
 
 def test_abort_wakes_who_waits(place: str) -> None:
     kept = BucketStore(place)
-    engine = BucketEngine(kept, "run/", [4, 7], 0, 600.0)
+    engine = BucketEngine(kept.under("run"), [4, 7], 0, 600.0)
     with ThreadPoolExecutor() as threads:
         waiting = threads.submit(
             engine.exchange, {1: [torch.ones(3, dtype=torch.uint8)]}, {1: 3}, 5, 0

@@ -21,6 +21,9 @@ PATIENCE = 10.0
 SETTLED = 40 * PATIENCE
 """So long after the last fault, at most, all islands that are there go on together."""
 
+MOST = 7
+"""How many islands there are at once, at most."""
+
 Names = frozenset[str]
 NONE: Names = frozenset()
 
@@ -148,7 +151,8 @@ class Island:
 
     def save(self) -> None:
         mine = self.mine
-        numbers = mine.place, mine.island, mine.order, mine.at
+        place, island, at = mine.origin
+        numbers = place, island, mine.order, at
         now = Checkpoint(numbers, self.steps, self.shared, self.moved, self.memory)
         self.checkpoints.append(now)
 
@@ -191,7 +195,7 @@ class World:
         self._hosted: dict[str, tuple[Island, tuple[int, int, str], Held]] = {}
         self._commits: dict[int, int] = {}
         self._cut: dict[frozenset[Island], float] = {}
-        self._down = 0.0
+        self._down, self.calm = 0.0, False
         self._branches: set[int] = set()
 
     # Time.
@@ -277,8 +281,10 @@ class World:
     def _request(self, island: Island, action: Any, since: float) -> None:
         """Send a request, which may be lost, or come late, or twice, or its answer be lost."""
         chance = self.chance
-        delay = chance.expovariate(20.0) if chance.random() < 0.95 else chance.uniform(0.1, 3.0)
-        fate, keys = chance.random(), self.keys
+        is_quick, fate, keys = self.calm or chance.random() < 0.95, chance.random(), self.keys
+        delay = chance.expovariate(20.0) if is_quick else chance.uniform(0.1, 3.0)
+        if self.calm:
+            fate = 0.5
 
         def again() -> None:
             if self.now - since > LONGEST * PATIENCE:
@@ -395,7 +401,7 @@ class World:
             counted |= sent
         digest = hash((those[0].shared.digest, tuple(meeting.members), counted))
         meeting.outcome = Held(counted, digest)
-        heard_of_all = self.chance.random() < 0.97
+        heard_of_all = self.calm or self.chance.random() < 0.97
         for one in those:
             arrived = heard_of_all or self.chance.random() < 0.5
             wait = 0.0 if arrived else PATIENCE
@@ -456,7 +462,7 @@ def live(seed: int, make: Callable[..., Protocol] = Protocol, forgets: bool = Fa
 
 def _live(world: World) -> None:
     chance = world.chance
-    for number in range(chance.randint(2, 7)):
+    for number in range(chance.randint(2, MOST)):
         world.after(chance.uniform(0, 5), lambda number=number: void(world.start(f"i{number}")))
     until = chance.uniform(30.0, 90.0)
     saved: list[Checkpoint] = []
@@ -484,7 +490,7 @@ def _live(world: World) -> None:
             world.cut(*chance.sample(there, 2), 3 * seconds)
         elif what < 0.6 and there:
             world.kill(chance.choice(there))
-        elif what < 0.9:
+        elif what < 0.9 and len(there) < MOST:
             names += 1
             world.start(f"i{names}", chance.choice([*saved[-40:], None]))
         else:
@@ -493,6 +499,7 @@ def _live(world: World) -> None:
     for one in world.islands:  # nothing stands still or is cut any more
         one.until = min(one.until, world.now)
     world._cut.clear()
+    world.calm = True
     world.tell("no more faults")
     healed = world.now
     while world.now < healed + SETTLED and not _is_settled(world, healed):

@@ -50,6 +50,10 @@ class Rendezvous(ABC):
         """Return the failure state that the ranks share; called after `engine`."""
         return Failure(self.store, len(self.members))
 
+    def below(self, label: str) -> Store:
+        """Return the store with a prefix of its own."""
+        return PrefixStore(label, self.store)
+
     def subgroup(self, ranks: list[int], label: str) -> Self:
         """Return the rendezvous of some of the ranks, this rank among them.
 
@@ -57,7 +61,7 @@ class Rendezvous(ABC):
         """
         return replace(
             self,
-            store=PrefixStore(label, self.store),
+            store=self.below(label),
             members=[self.members[rank] for rank in ranks],
             rank=ranks.index(self.rank),
         )

@@ -22,7 +22,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 from torch.distributed import DistStoreError
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from sparcel.comm import (
     Arrived,
@@ -35,15 +35,14 @@ from sparcel.comm import (
     Rendezvous,
     digest,
 )
+from sparcel.comm.rendezvous import connecting
+from sparcel.comm.torch.gloo import GlooEngine
 from sparcel.delta.stores import ExclusiveStore, Folder, store_at
 from sparcel.delta.stores import Store as Place
 from sparcel.errors import InputError, MismatchError, shown
 from sparcel.ops import Op
 from sparcel.outer.board import Patient
 from sparcel.outer.meeting import Meeting
-
-_OWN_NAME = "own name"
-"""A key whose value is the key itself, with the prefixes that it got on its way to the bucket."""
 
 _ROOT = "meet-"
 """What all names of files begin with."""
@@ -112,10 +111,10 @@ def _causes(prefix: str) -> set[str]:
 
 
 class BucketStore(Store):
-    """A store of torch.distributed over files; `PrefixStore` works over it.
+    """A store of torch.distributed over files, for threads of Python alone.
 
-    Torch keeps no Python object alive that is under a `PrefixStore`: whoever makes one keeps this.
-    A key of `add` can be read by ``add(key, 0)`` alone. No more than two requests answer a look.
+    `under` gives one with a prefix; torch's `PrefixStore` would call this one from C++, in which a
+    thread must not be when Python ends. A key of `add` can be read by ``add(key, 0)`` alone.
 
     Parameters
     ----------
@@ -133,6 +132,8 @@ class BucketStore(Store):
         The same, whose requests are made again.
     pause
         Seconds between two looks at first.
+    prefix
+        What all keys begin with in the files.
 
     Raises
     ------
@@ -141,6 +142,7 @@ class BucketStore(Store):
     """
 
     timeout: timedelta  # torch's stub lacks it
+    prefix = ""
 
     def __init__(self, place: Place | str | os.PathLike[str], seconds: float = 0.0) -> None:
         super().__init__()
@@ -161,24 +163,32 @@ class BucketStore(Store):
         self.pause = _FOLDER_SECONDS if is_near else _REMOTE_SECONDS
         self._never = threading.Event()
 
+    def under(self, prefix: str) -> BucketStore:
+        """Return the store whose keys are this one's with ``"{prefix}/"`` before them."""
+        below = BucketStore.__new__(BucketStore)  # a store of torch's cannot be copied
+        super(BucketStore, below).__init__()
+        vars(below).update(vars(self), prefix=f"{self.prefix}{prefix}/")
+        return below
+
+    def _name(self, key: str) -> str:
+        return _named(self.prefix + key)
+
     def set(self, key: str, value: str | bytes) -> None:
         """Write a key's value."""
         with self._telling():
-            self.place.write(_named(key), [_bytes(value)])
+            self.place.write(self._name(key), [_bytes(value)])
 
     def get(self, key: str) -> bytes:
         """Return a key's value, for which this waits until the store's timeout."""
-        if key.endswith(_OWN_NAME):
-            return key.encode()
         for _ in _looks(self.pause, self.timeout.total_seconds(), self._never):
             with self._telling(), suppress(FileNotFoundError):
-                return bytes(self.place.read(_named(key)))
+                return bytes(self.place.read(self._name(key)))
         raise self._late([key], self.timeout)
 
     def check(self, keys: list[str]) -> bool:
         """Tell whether all keys are there."""
         with self._telling():
-            return {_named(key) for key in keys} <= set(self.place.names())
+            return {self._name(key) for key in keys} <= set(self.place.names())
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there, for the store's timeout unless another one is given."""
@@ -194,7 +204,7 @@ class BucketStore(Store):
         If nothing is expected, the first of several writers wins. With another expectation nothing
         keeps writers apart.
         """
-        name, before, after = _named(key), _bytes(expected), _bytes(desired)
+        name, before, after = self._name(key), _bytes(expected), _bytes(desired)
         with self._telling():
             if not before and self.place.create(name, [after]):
                 return after
@@ -209,7 +219,7 @@ class BucketStore(Store):
 
     def add(self, key: str, amount: int) -> int:
         """Add to a key's number and return the sum; each call that adds is a file of its own."""
-        stem = _named(key) + "!"
+        stem = self._name(key) + "!"
         with self._telling():
             while True:
                 counted = [name.removeprefix(stem) for name in self._starting(stem)]
@@ -221,7 +231,7 @@ class BucketStore(Store):
 
     def delete_key(self, key: str) -> bool:
         """Remove a key; return whether it was there."""
-        name = _named(key)
+        name = self._name(key)
         with self._telling():
             gone = [one for one in self._starting(name) if one == name or one[len(name)] == "!"]
             for one in gone:
@@ -231,14 +241,12 @@ class BucketStore(Store):
     def num_keys(self) -> int:
         """Return how many keys there are."""
         with self._telling():
-            return len({name.partition("!")[0] for name in self._starting(_ROOT)})
+            return len({name.partition("!")[0] for name in self._starting(_escaped(self.prefix))})
 
-    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815  # what PrefixStore asks for
-
-    def clear(self, prefix: str) -> None:
-        """Remove all files under a prefix, such as ``"run/7/"``, that nobody uses any more."""
+    def clear(self) -> None:
+        """Remove all keys, and all other files under the prefix, that nobody uses any more."""
         with self._telling():
-            for name in self._starting(_escaped(prefix)):
+            for name in self._starting(_escaped(self.prefix)):
                 self.place.remove(name)
 
     def create(self, name: str, parts: Sequence[bytes | memoryview]) -> bool:
@@ -262,7 +270,8 @@ class BucketStore(Store):
         return [name for name in self.place.names() if name.startswith(stem)]
 
     def _late(self, keys: Iterable[str], most: timedelta) -> DistStoreError:
-        return DistStoreError(f"{', '.join(keys)} did not come to {self.place} within {most}")
+        told = ", ".join(self.prefix + key for key in keys)
+        return DistStoreError(f"{told} did not come to {self.place} within {most}")
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -283,9 +292,7 @@ class BucketEngine:
     Parameters
     ----------
     bucket
-        Where the files are.
-    prefix
-        What the keys of nothing else in the bucket begin with.
+        Where the files are, with a prefix that nothing else there has.
     names
         The numbers by which errors name the ranks, by rank.
     rank
@@ -298,15 +305,13 @@ class BucketEngine:
     carrier = "a bucket"
     hides_aborts = False
 
-    def __init__(
-        self, bucket: BucketStore, prefix: str, names: list[int], rank: int, timeout: float
-    ) -> None:
+    def __init__(self, bucket: BucketStore, names: list[int], rank: int, timeout: float) -> None:
         self.rank, self.size, self.timeout = rank, len(names), timeout
         self.waiting = False
         self._errors, self._names = PeerErrors(names, rank), names
         self._bucket, self._place, self._now = bucket, bucket.place, bucket.found
-        self._stem = f"{_named(prefix + 'sent')}!"
-        self._causes = _causes(prefix)
+        self._stem = f"{_named(bucket.prefix + 'sent')}!"
+        self._causes = _causes(bucket.prefix)
         self._aborted = threading.Event()
         self._sent, self._read = [0] * self.size, [0] * self.size
         self._files, self._files_read = 0, [0] * self.size
@@ -498,11 +503,9 @@ def _checksum(head: bytes | memoryview, payload: Iterable[memoryview]) -> bytes:
 class BucketFailure(Failure):
     """The failure state of ranks that share a bucket; the last rank to finish clears the prefix."""
 
-    def __init__(
-        self, bucket: BucketStore, prefix: str, store: Store, size: int, timeout: float
-    ) -> None:
-        super().__init__(store, size, _ANSWER_SECONDS, bucket.pause)
-        self._bucket, self._prefix, self._timeout = bucket, prefix, timeout
+    def __init__(self, bucket: BucketStore, size: int, timeout: float) -> None:
+        super().__init__(bucket, size, _ANSWER_SECONDS, bucket.pause)
+        self._bucket, self._timeout = bucket, timeout
         self._failed = False
 
     def finish(self, patience: float) -> bool:
@@ -511,36 +514,49 @@ class BucketFailure(Failure):
         if finished:
             with suppress(DistStoreError):
                 if self._store.add("left", 1) == self._size:
-                    self._bucket.clear(self._prefix)
+                    self._bucket.clear()
         return finished
 
     def _finish(self, patience: float) -> bool:
         return super()._finish(patience) and not self._failed
 
     def _all_done(self) -> bool:
-        self._failed = not _causes(self._prefix).isdisjoint(self._bucket.place.names())
+        causes = _causes(self._bucket.prefix)
+        self._failed = not causes.isdisjoint(self._bucket.place.names())
         return self._failed or super()._all_done()
 
 
 @dataclass(frozen=True)
-class BucketRendezvous(Rendezvous):
-    """Where ranks meet that reach one bucket; ``store`` is a `BucketStore`, or over one."""
+class KeptRendezvous(Rendezvous):
+    """Where ranks meet whose store is a `BucketStore`."""
+
+    store: BucketStore
+
+    def below(self, label: str) -> BucketStore:
+        """See `Rendezvous.below`."""
+        return self.store.under(label)
+
+
+@dataclass(frozen=True)
+class BucketRendezvous(KeptRendezvous):
+    """Where ranks meet that reach one bucket, and not one another."""
 
     def engine(self) -> Engine:
         """See `Rendezvous.engine`; nobody waits for the others before the first exchange."""
-        bucket, prefix = self._place()
-        return BucketEngine(bucket, prefix, self.members, self.rank, self.timeout)
+        return BucketEngine(self.store, self.members, self.rank, self.timeout)
 
     def failure(self) -> Failure:
         """See `Rendezvous.failure`."""
-        bucket, prefix = self._place()
-        return BucketFailure(bucket, prefix, self.store, len(self.members), self.timeout)
+        return BucketFailure(self.store, len(self.members), self.timeout)
 
-    def _place(self) -> tuple[BucketStore, str]:
-        """Return the bucket, and the prefix that keys of ``store`` have in it."""
-        below = self.store
-        while isinstance(below, PrefixStore):
-            below = below.underlying_store
-        if not isinstance(below, BucketStore):
-            raise InputError(f"store must be a BucketStore that is still held, got {below!r}")
-        return below, self.store.get(_OWN_NAME).decode().removesuffix(_OWN_NAME)
+
+@dataclass(frozen=True)
+class LinkRendezvous(KeptRendezvous):
+    """Where ranks meet that are joined by links; each listens at its ``address``."""
+
+    address: str
+
+    def engine(self) -> Engine:
+        """See `Rendezvous.engine`."""
+        with connecting(self.members[self.rank], self.members):
+            return GlooEngine(self.store, self.members, self.rank, self.timeout, self.address)

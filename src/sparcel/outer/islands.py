@@ -148,8 +148,8 @@ class Elastic:
 
     def numbers(self) -> dict[str, int]:
         """Return what a checkpoint has to hold for `resume`."""
-        mine = self._protocol
-        return dict(zip(_NUMBERS, (int(mine.place), mine.island, mine.order, mine.at), strict=True))
+        place, island, at = self._protocol.origin
+        return dict(zip(_NUMBERS, (int(place), island, self._protocol.order, at), strict=True))
 
     def meet(self) -> bool:
         """Wait for the others; return whether this island takes part in a step with ``comm``.

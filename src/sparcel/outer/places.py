@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from torch.distributed.distributed_c10d import PrefixStore
-
 from sparcel.comm import ConnectedCommunicator
 from sparcel.comm.addresses import address_of_interface, address_towards
-from sparcel.comm.rendezvous import Rendezvous, connecting
-from sparcel.comm.torch.gloo import GlooEngine
 from sparcel.delta.stores import Store as Bucket
 from sparcel.errors import CommunicationError, InputError, public_url
 from sparcel.outer.board import Board
-from sparcel.outer.bucket import BucketRendezvous, BucketStore
+from sparcel.outer.bucket import BucketRendezvous, BucketStore, LinkRendezvous
 from sparcel.outer.islands import Connect
 from sparcel.outer.meeting import Meeting
 from sparcel.outer.protocol import LONGEST
@@ -48,19 +43,6 @@ class Place(NamedTuple):
     board: Board
     connect: Connect
     pause: float
-
-
-@dataclass(frozen=True)
-class LinkRendezvous(Rendezvous):
-    """Where islands meet that are joined by links; each listens at its ``address``."""
-
-    address: str
-
-    def engine(self) -> GlooEngine:
-        """See `Rendezvous.engine`."""
-        with connecting(self.members[self.rank], self.members):
-            store = PrefixStore("links", self.store)
-            return GlooEngine(store, self.members, self.rank, self.timeout, self.address)
 
 
 def meeting_at(place: object, patience: float) -> Place | None:
@@ -103,18 +85,18 @@ def _over_links(place: str, patience: float) -> Place:
         if rank == 0:
             former.append(name)
             if len(former) > _KEPT:
-                kept.clear(f"{former.popleft()}/")
-        store = PrefixStore(name, kept)
+                kept.under(former.popleft()).clear()
+        store = kept.under(name)
         return ConnectedCommunicator(LinkRendezvous(store, members, rank, seconds, address))
 
     return Place(Board(meeting, LONGEST * patience), connect, _LOOKED_SECONDS)
 
 
 def _by_files(place: Bucket | str | os.PathLike[str], patience: float) -> Place:
-    kept = BucketStore(place, patience)  # torch keeps no store that is written in Python
+    kept = BucketStore(place, patience)
 
     def connect(name: str, members: list[int], rank: int, seconds: float) -> ConnectedCommunicator:
-        store = PrefixStore(name, kept)
-        return ConnectedCommunicator(BucketRendezvous(store, members, rank, seconds))
+        meeting = BucketRendezvous(kept.under(name), members, rank, seconds)
+        return ConnectedCommunicator(meeting)
 
     return Place(Board(kept.found, LONGEST * patience), connect, _ASKED_SECONDS)

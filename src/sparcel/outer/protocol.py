@@ -183,6 +183,9 @@ class Protocol:
         Where it stands among the members of an attempt.
     at
         The attempt after which it holds what is shared, 0 if there was none at this place.
+    origin
+        Place, number and ``at`` of the island, this one or one before it, that has last taken part:
+        what it had not sent this one has, too.
     steps
         How many outer steps it holds.
     state
@@ -197,7 +200,7 @@ class Protocol:
         self._facts, self._layout = facts, layout
         self._told = json.dumps(facts, sort_keys=True)
         self.place, self.island, self.order, self._lives = "", 0, 0, 1
-        self.at, self.steps, self.state = 0, 0, ""
+        self.at, self.steps, self.state, self.origin = 0, 0, "", ("", 0, 0)
         self._next, self._latest, self._closed = 1, 0, 0
         """The next attempt, the latest that took effect, and how many blocks are summed up."""
         self._outcomes: dict[int, str] = {}
@@ -247,10 +250,12 @@ class Protocol:
                 yield from self._check_facts(facts)
             number += 1
         self.island = self.order = number
+        self.origin = self.place, number, 0
 
     def resume(self, place: str, island: int, order: int, at: int) -> Run[None]:
         """Go on from a checkpoint, in the place of the island that has written it."""
         self.at, self.order, self._keeps = (at if place == self.place else 0), order, False
+        self.origin = place, island, at
         key = f"{place}.{island}"
         while (heir := (yield Create(f"heir.{key}", self._key))) != self._key:
             self._heir_of.append(key)
@@ -348,6 +353,7 @@ class Protocol:
             raise self._forgotten(number)
         self.at, self.steps = number, self.steps + 1
         self._members, self._keeps, self._brings, self._heir_of = members, True, [], []
+        self.origin = self.place, self.island, number
         for one in members:
             self._apart.pop(one, None)
         return True
@@ -556,6 +562,7 @@ class Protocol:
             yield from self._take_number()
         self.at, self.steps, self.state, self._keeps = at, steps, state, True
         self._members, self._brings, self._heir_of, self._mine = [], [], [], None
+        self.origin = self.place, self.island, at
         if at:
             self._members = (yield from self._quorum(at))["members"]
         return kept
