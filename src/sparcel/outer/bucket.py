@@ -59,6 +59,9 @@ _WAITED_SHARE = 0.1
 _ANSWER_SECONDS = 10.0
 """How long a few requests to a far store may take."""
 
+_CONNECT_SECONDS = 10.0
+"""How long islands may take to connect over links."""
+
 _COUNTED = re.compile(rb"(-?\d{1,19}) [0-9a-f]{32}")
 """What a file of a counter holds: the sum, and what tells its writer."""
 
@@ -559,4 +562,7 @@ class LinkRendezvous(KeptRendezvous):
     def engine(self) -> Engine:
         """See `Rendezvous.engine`."""
         with connecting(self.members[self.rank], self.members):
-            return GlooEngine(self.store, self.members, self.rank, self.timeout, self.address)
+            soon = min(self.timeout, _CONNECT_SECONDS)  # all have just agreed to connect
+            engine = GlooEngine(self.store, self.members, self.rank, soon, self.address)
+        engine.timeout = self.timeout
+        return engine

@@ -28,7 +28,7 @@ Connect = Callable[[str, list[int], int, float], ConnectedCommunicator]
 """Connects the islands of these numbers, given a name of their own, the place of this one, and the
 seconds that an exchange may take."""
 
-_PAUSE_SECONDS, _WAITED_SHARE = 0.02, 0.2
+_PAUSE_SECONDS, _WAITED_SHARE = 0.02, 0.3
 """How long to wait until the next look: at first, and as a share of what was waited before."""
 
 _NUMBERS = ("place", "island", "order", "at")

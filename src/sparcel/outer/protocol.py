@@ -39,10 +39,10 @@ _GRACE_SECONDS = 3.0
 LONGEST, _LONGEST_BEGIN = 10, 60
 """For how many times the patience an island waits for what it needs, and for others to begin."""
 
-_MOST_APART = 8
+_MOST_APART = 4
 """For how many times the patience two islands take no part together that did not connect."""
 
-_BEATS, _MOST_SECONDS, _SILENT = 4, 5.0, 2.5
+_BEATS, _MOST_SECONDS, _SILENT = 2, 5.0, 2.5
 """How often an island gives signs of life in a patience, or how many seconds apart at most; and
 after how many times without one it is taken for dead."""
 
@@ -376,11 +376,14 @@ class Protocol:
                 self._check_state(alike)
                 yield from self._welcome(number, {*last})
             fit = self._fitting(last)
-            if (yield from self._are_enough(last, fit, now - since)):
-                if (yield Read(f"closed.{_block(number)}")) is not None:  # this island came late
-                    return None
-                quorum = {"members": fit, "facts": self._told, "holds": [*self.holds]}
-                decided = yield Create(f"{number}.quorum", json.dumps(quorum))
+            are_enough = yield from self._are_enough(last, fit, now - since)
+            closed = f"closed.{_block(number)}"
+            is_long = are_enough or now - since > self._patience
+            if is_long and (yield Read(closed)) is not None:  # the others have gone on
+                return None
+            if are_enough:
+                text = json.dumps({"members": fit, "facts": self._told, "holds": self.holds})
+                decided = yield Create(f"{number}.quorum", text)
                 break
             yield Wait(now - since)
         quorum = json.loads(decided)
