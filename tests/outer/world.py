@@ -234,7 +234,7 @@ class World:
         if island.ended:
             return
         if island.until > self.now:
-            self.after(island.until - self.now, lambda: self.resume(island, answer))
+            self.after(min(island.until - self.now, 2.0), lambda: self.resume(island, answer))
             return
         try:
             action = island.doing.send(answer)
@@ -243,6 +243,7 @@ class World:
         except SparcelError as error:
             island.ended = f"{type(error).__name__}: {error}"
             self.tell(f"{island.name} fails: {error}")
+            self._check_failure(island)
             return
         self._do(island, action)
 
@@ -273,6 +274,15 @@ class World:
                 self._exchange(island, attempt)
             case _:
                 raise TypeError(action)
+
+    def _check_failure(self, island: Island) -> None:
+        """Check that an island has failed only where no other could have sent it anything."""
+        if "nobody to join" not in str(island.ended) or self.forgets:
+            return
+        since = self.now - LONGEST * PATIENCE / 2
+        others = [one for one in self.islands if self._shows(one) and self.reach(one, island)]
+        if any(sum(time > since for time, _ in one.committed) > 2 for one in others):
+            raise BrokenPromiseError(f"{island.name} found nobody to join")
 
     def _shows(self, island: Island) -> bool:
         """Tell whether an island gives signs of life."""
@@ -458,7 +468,7 @@ def live(seed: int, make: Callable[..., Protocol] = Protocol, forgets: bool = Fa
         with patch.object(protocol, "BLOCK", 2):  # so that outcomes are summed up soon
             _live(world)
     except BrokenPromiseError as error:
-        told = "\n".join(world.story[-60:])
+        told = "\n".join(world.story[-30:])
         raise BrokenPromiseError(f"seed {seed}: {error}\n{told}") from None
     return world
 
@@ -486,9 +496,9 @@ def _live(world: World) -> None:
         saved = [one for island in world.islands for one in island.checkpoints]
         what, seconds = chance.random(), chance.expovariate(1 / PATIENCE)
         if what < 0.3 and there:
-            one = chance.choice(there)
-            one.until = world.now + 2 * seconds
-            world.tell(f"{one.name} stands still for {2 * seconds:.1f} s")
+            one, seconds = chance.choice(there), seconds * chance.choice([1, 2, 2, 8])
+            one.until = world.now + seconds
+            world.tell(f"{one.name} stands still for {seconds:.1f} s")
         elif what < 0.45 and len(there) > 1:
             world.cut(*chance.sample(there, 2), 3 * seconds)
         elif what < 0.6 and there:

@@ -344,7 +344,7 @@ class Protocol:
         number, members = self._attempt
         outcome = yield Create(f"{number}.outcome", _COMMIT if arrived else _ABORT)
         if (closed := (yield Read(f"closed.{_block(number)}"))) is not None:  # it came late
-            outcome = _COMMIT if number in json.loads(closed) else _ABORT
+            outcome = _COMMIT if json.loads(closed).get(f"{number}") == members else _ABORT
         self._outcomes[number] = outcome
         if outcome == _ABORT:
             yield from self._keep_apart(apart, why)
@@ -473,8 +473,8 @@ class Protocol:
         """Learn which attempt is the next, and which was the latest that took effect."""
         self._closed = yield from _first_missing("closed.{}", self._closed)
         if self._closed * BLOCK >= self._next:
-            summed_up = json.loads((yield Read(f"closed.{self._closed - 1}")) or "[0]")
-            self._next, self._latest = self._closed * BLOCK + 1, max(summed_up)
+            self._next = self._closed * BLOCK + 1
+            self._latest = max(map(int, (yield from self._summed_up(self._closed - 1))))
         while (outcome := (yield from self._outcome(self._next))) is not None:
             self._outcomes[self._next] = outcome
             if outcome == _COMMIT:
@@ -604,14 +604,19 @@ class Protocol:
         if self.at <= (self._closed + 3) * BLOCK:
             return
         numbers = range(self._closed * BLOCK + 1, (self._closed + 1) * BLOCK + 1)
-        before = yield Read(f"closed.{self._closed - 1}")
-        commits = [max(json.loads(before))] if before else [0]
+        commits = yield from self._summed_up(self._closed - 1)
+        commits = {key: commits[key] for key in [max(commits, key=int)]}
         for number in numbers:
             if (yield Read(f"{number}.outcome")) == _COMMIT:
-                commits.append(number)
+                commits[f"{number}"] = (yield from self._quorum(number))["members"]
         yield Create(f"closed.{self._closed}", json.dumps(commits))
         yield Remove([f"{one}.{what}" for one in numbers for what in ("quorum", "outcome")])
         self._closed += 1
+
+    def _summed_up(self, block: int) -> Run[dict[str, list[int]]]:
+        """Return who took part in a block's attempts that took effect, and in the last before."""
+        text = yield Read(f"closed.{block}")
+        return dict(json.loads(text)) if text else {"0": []}
 
 
 def _block(number: int) -> int:

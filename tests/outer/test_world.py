@@ -1,0 +1,165 @@
+"""Islands in simulated worlds keep their promises, and a world finds faults that are planted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from sparcel.outer.protocol import Came, Create, Protocol, Read, Run
+from tests.outer.world import BrokenPromiseError, live
+
+WORLDS, PIECES = 100_000, 20
+"""How many seeds the slow tests live through, and in how many tests."""
+
+ENOUGH = 1500
+"""How many seeds find every planted fault."""
+
+
+@pytest.mark.parametrize("forgets", [False, True], ids=["lasting", "forgetful"])
+def test_promises_hold_in_some_worlds(forgets: bool) -> None:
+    for seed in range(150):
+        live(seed, forgets=forgets)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("piece", range(PIECES))
+def test_promises_hold_in_many_worlds(piece: int) -> None:
+    for seed in range(1000 + piece, 1000 + WORLDS, PIECES):
+        live(seed, forgets=seed % 10 == 9)
+
+
+def test_a_seed_is_a_story_that_is_told_again() -> None:
+    assert live(7).story == live(7).story != live(8).story
+
+
+class KeepsAll(Protocol):
+    """Who comes back sends what it had in its checkpoint."""
+
+    def _taken(self, at: int, steps: int, state: str) -> Run[bool]:
+        yield from super()._taken(at, steps, state)
+        return True
+
+
+class Doubts(Protocol):
+    """Who stood still takes a step that the others have gone on from for one without it."""
+
+    def decide(self, *args: Any) -> Run[bool]:
+        took_effect = yield from super().decide(*args)
+        if (yield Read(f"{self._attempt.number + 1}.outcome")) is not None:
+            return False
+        return took_effect
+
+
+class Stubborn(Protocol):
+    """Who waits does not see that the others have gone on."""
+
+    def _agree(self) -> Run[Any]:
+        number = self._next
+        while (yield Read(f"{number}.quorum")) is None:
+            came = yield from self._all_came(number)
+            if len(came) > 1:
+                text = {"members": came, "facts": self._told, "holds": self.holds}
+                yield Create(f"{number}.quorum", json.dumps(text))
+        return json.loads((yield Read(f"{number}.quorum")))
+
+    def _all_came(self, number: int) -> Run[list[int]]:
+        yield from self._come(0.0)
+        yield from self._look(number)
+        return sorted({one.island for one in self._came[number]})
+
+
+def altered(change: Callable[[Any], Any]) -> type[Protocol]:
+    """Return a part whose actions, or the answers to them, are changed in `decide` and `meet`."""
+
+    class Altered(Protocol):
+        def decide(self, *args: Any) -> Run[bool]:
+            return (yield from change(super().decide(*args)))
+
+        def meet(self) -> Run[Any]:
+            return (yield from change(super().meet()))
+
+    return Altered
+
+
+def believing(key: str) -> Callable[[Run[Any]], Run[Any]]:
+    """Take for decided what this island has proposed."""
+
+    def change(part: Run[Any]) -> Run[Any]:
+        answer = None
+        while True:
+            try:
+                action = part.send(answer)
+            except StopIteration as end:
+                return end.value
+            answer = yield action
+            if isinstance(action, Create) and action.key.endswith(key):
+                answer = action.text
+
+    return change
+
+
+class Careless(Protocol):
+    """Those who hold different parameters take part in one attempt."""
+
+    def _fitting(self, last: dict[int, Came]) -> list[int]:
+        return sorted(last)
+
+
+class Forgetful(Protocol):
+    """An outcome is asked for after it was summed up, and removed."""
+
+    def decide(self, arrived: bool, held: bool, apart: Sequence[int] = (), why: str = "") -> Any:
+        part = super().decide(arrived, held, apart, why)
+        answer = None
+        while True:
+            try:
+                action = part.send(answer)
+            except StopIteration as end:
+                return end.value
+            answer = None if isinstance(action, Read) else (yield action)
+
+
+class Unfenced(Protocol):
+    """Two go on from one checkpoint, and both send what it holds."""
+
+    def resume(self, place: str, island: int, order: int, at: int) -> Run[None]:
+        yield from super().resume(place, island, order, at)
+        self._heir_of = []
+
+
+class Inhospitable(Protocol):
+    """Nobody sends what is shared to those who are behind."""
+
+    def _welcome(self, number: int, hosts: set[int]) -> Run[None]:
+        yield from ()
+
+
+class Insistent(Protocol):
+    """Islands that do not reach each other try again for ever."""
+
+    def _keep_apart(self, islands: Sequence[int], why: str) -> Run[None]:
+        yield from ()
+
+
+FAULTS = {
+    "who comes back keeps what it had": KeepsAll,
+    "who stood still keeps what was counted": Doubts,
+    "who waits is not told": Stubborn,
+    "each believes its own quorum": altered(believing("quorum")),
+    "each believes its own outcome": altered(believing("outcome")),
+    "different parameters": Careless,
+    "removed outcomes": Forgetful,
+    "two from one checkpoint": Unfenced,
+    "no host": Inhospitable,
+    "for ever with those out of reach": Insistent,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_is_found(fault: type[Protocol]) -> None:
+    with pytest.raises(BrokenPromiseError, match="seed"):
+        [live(seed, make=fault) for seed in range(ENOUGH)]
