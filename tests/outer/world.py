@@ -279,9 +279,13 @@ class World:
         """Check that an island has failed only where no other could have sent it anything."""
         if "nobody to join" not in str(island.ended) or self.forgets:
             return
-        since = self.now - LONGEST * PATIENCE / 2
-        others = [one for one in self.islands if self._shows(one) and self.reach(one, island)]
-        if any(sum(time > since for time, _ in one.committed) > 2 for one in others):
+        since = self.now - 0.6 * LONGEST * PATIENCE
+        if any(island in pair and until > since for pair, until in self._cut.items()):
+            return
+        others = [one for one in self.islands if self._shows(one)]
+        if any(
+            one.committed and one.committed[0][0] < since < one.committed[-1][0] for one in others
+        ):
             raise BrokenPromiseError(f"{island.name} found nobody to join")
 
     def _shows(self, island: Island) -> bool:
@@ -509,9 +513,15 @@ def _live(world: World) -> None:
         else:
             world.restart(min(seconds, PATIENCE))
     world.run(max(until, world._down))
+    there = [one for one in world.islands if not one.ended]
+    if there and chance.random() < 0.2:  # one stands still until the others have gone far
+        one, seconds = chance.choice(there), chance.uniform(5, 10) * PATIENCE
+        one.until = world.now + seconds
+        world.tell(f"{one.name} stands still for {seconds:.1f} s")
+        world.run(one.until)
     for one in world.islands:  # nothing stands still or is cut any more
         one.until = min(one.until, world.now)
-    world._cut.clear()
+    world._cut = {pair: min(until, world.now) for pair, until in world._cut.items()}
     world.calm = True
     world.tell("no more faults")
     there = [one for one in world.islands if not one.ended]

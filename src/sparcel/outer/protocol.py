@@ -154,9 +154,9 @@ class Came:
     heir_of: Sequence[str] = ()
 
     @property
-    def fits(self) -> tuple[int, int, str, str]:
-        """What is the same for islands that can take part in one attempt."""
-        return self.at, self.steps, self.state, self.facts
+    def holds(self) -> tuple[int, int, str]:
+        """What is the same for islands that can take part in one attempt, beside ``facts``."""
+        return self.at, self.steps, self.state
 
 
 class Protocol:
@@ -366,10 +366,10 @@ class Protocol:
             yield from self._come(now)
             yield from self._look(number)
             last = {one.island: one for one in self._came[number]}
-            if self.island not in last:  # the others have gone on, and removed it
+            mine = last.get(self.island)
+            if mine is None or mine.holds != self.holds:  # the others have gone on, and removed it
                 return None
             if not self.at:
-                mine = last[self.island]
                 alike = [one for one in last.values() if one.facts == mine.facts and not one.at]
                 if any(one.steps > self.steps for one in alike):
                     return None
@@ -377,10 +377,9 @@ class Protocol:
                 yield from self._welcome(number, {*last})
             fit = self._fitting(last)
             are_enough = yield from self._are_enough(last, fit, now - since)
-            closed = f"closed.{_block(number)}"
             is_long = are_enough or now - since > self._patience
-            if is_long and (yield Read(closed)) is not None:  # the others have gone on
-                return None
+            if is_long and (yield Read(f"closed.{_block(number)}")) is not None:
+                return None  # the others have gone on
             if are_enough:
                 text = json.dumps({"members": fit, "facts": self._told, "holds": self.holds})
                 decided = yield Create(f"{number}.quorum", text)
@@ -422,7 +421,8 @@ class Protocol:
         fit = [
             one
             for one in last.values()
-            if one.fits == last[self.island].fits and f"{self.place}.{one.island}" not in replaced
+            if (one.holds, one.facts) == (self.holds, last[self.island].facts)
+            and f"{self.place}.{one.island}" not in replaced
         ]
         pairs = {(one.island, other) for one in fit for other in one.apart}
         pairs |= {(other, one) for one, other in pairs}
@@ -484,6 +484,12 @@ class Protocol:
             one: what for one, what in self._outcomes.items() if one >= self._next - 1
         }
 
+    def _is_over(self, number: int, waited: float) -> Run[bool]:
+        """Return whether an attempt has an outcome, which may have been summed up long since."""
+        if (yield Read(f"{number}.outcome")) is not None:
+            return True
+        return waited > self._patience and (yield Read(f"closed.{_block(number)}")) is not None
+
     def _outcome(self, number: int) -> Run[str | None]:
         """Return the outcome of an attempt, of which the place is told if it has forgotten it."""
         known: str | None = self._outcomes.get(number)
@@ -505,11 +511,13 @@ class Protocol:
         CommunicationError
             When no island that holds it sends it.
         """
-        since, signs = (yield Now()), (yield Signs([*others]))
+        signs, now, waited = (yield Signs([*others])), (yield Now()), 0.0
         yield from self._find_next()
-        while (waited := (yield Now()) - since) <= LONGEST * self._patience:
+        while waited <= LONGEST * self._patience:
+            before, now = now, (yield Now())
+            waited += min(now - before, self._patience)  # it may have stood still
             if self._mine is None or self._mine[0] + 1 < self._next:
-                yield from self._come(since + waited)
+                yield from self._come(now)
             assert self._mine is not None
             name = f"{self._mine[0]}.host.{self._mine[1]}"
             if (host := (yield Read(name))) is not None:
@@ -518,7 +526,7 @@ class Protocol:
                     return (yield from self._taken(*got))
                 yield from self._keep_apart([int(host)], got)
                 self._mine = None
-            elif (yield Read(f"{self._mine[0] + 1}.outcome")) is not None:
+            elif (yield from self._is_over(self._mine[0] + 1, waited)):
                 yield from self._find_next()
             elif others and waited > self._silence:
                 if (yield Signs([*others])) == signs:
