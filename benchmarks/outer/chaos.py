@@ -1,11 +1,13 @@
-"""Islands that are killed and started at random moments, and how much of their work takes effect.
+"""Islands that are killed, start and return at random moments, and how much of their work counts.
 
 In some 20 minutes, on nodes of an emulated network, and then by way of files:
 
     python -m benchmarks.outer.chaos --output benchmarks/results/outer_chaos.json
 
 A run is disturbed by ``events``: after waits of random length, a process is killed (SIGKILL), be it
-training or about to join, or one more is started, so that 2 to 5 islands train. An undisturbed run
+training or about to join, or one more is started, so that 2 to 5 islands train. Every second one
+that is started comes from the checkpoint of another, however old, and every tenth event is that
+the place where islands meet is killed and started again. An undisturbed run
 of 4 islands takes a minute. Compute is a sleep, so that the cores suffice; an outer step is due
 every 20 inner steps, of 60 ms each.
 
@@ -43,10 +45,11 @@ from sparcel.lab import Link, Network, open_network
 EVERY, INNER_S, PATIENCE_S, SILENCE_S = 20, 0.06, 5.0, 20.0
 FEWEST, MOST, UNDISTURBED = 2, 5, 4
 UNDISTURBED_S = 60.0
+SAVED = 5  # outer steps from one checkpoint to the next
 WAIT_S = 6.0  # from one event to the next, in the mean
 
 
-def train(place: str, folder: Path) -> None:
+def train(place: str, folder: Path, checkpoint: str = "") -> None:
     """Be an island until a file says stop; print a line when it begins, and after outer steps."""
     torch.manual_seed(0)
     model = torch.nn.Linear(100, 100)
@@ -55,6 +58,9 @@ def train(place: str, folder: Path) -> None:
     outer = sparcel.outer.attach(
         model, optimizer, every=EVERY, islands=place, least=FEWEST, patience=PATIENCE_S
     )
+    if checkpoint:
+        for whose, state in zip((model, optimizer, outer), torch.load(checkpoint), strict=True):
+            whose.load_state_dict(state)
     torch.manual_seed(os.getpid())
     step, inner = outer.steps, 0
     while not (folder / "stop").exists():
@@ -69,6 +75,12 @@ def train(place: str, folder: Path) -> None:
             crc = zlib.crc32(b"".join(one.numpy().tobytes() for one in shared.values()))
             _tell(step=step, took=took, inner=inner, crc=crc, islands=outer.islands)
             inner = 0 if took else inner
+            if step % SAVED == 0:
+                states = [whose.state_dict() for whose in (model, optimizer, outer)]
+                torch.save(states, folder / f"saved-{os.getpid()}-{step}.part")
+                (folder / f"saved-{os.getpid()}-{step}.part").rename(
+                    folder / f"saved-{os.getpid()}-{step}"
+                )
     outer.close()
 
 
@@ -161,16 +173,25 @@ def run(network: Network, folder: Path, events: int, seed: int, seconds: float =
     Without a link, they meet in a folder, and not on node 0.
     """
     chance, islands, port = random.Random(seed), list[Island](), network.free_port()
-    wrong: list[str] = []
+    wrong, returns = list[str](), list[str]()
     place = f"tcp://{network.address(0)}:{port}" if network.link else str(folder / "bucket")
     with ExitStack() as ends:
-        if network.link:
+        meetings = list[Island]()
+
+        def serve() -> None:
             meet = ["-m", "sparcel", "meet", "--port", str(port), "--state", str(folder / "place")]
-            ends.callback(Island(network, 0, meet, folder / "meet").end, None)
+            meetings.append(Island(network, 0, meet, folder / f"meet{len(meetings)}"))
+            ends.callback(meetings[-1].end, None)
+
+        if network.link:
+            serve()
 
         def start() -> None:
             node = min({*range(1, MOST + 1)} - {one.node for one in islands if not one.killed})
-            argv = ["-m", "benchmarks.outer.chaos", "--island", place, str(folder)]
+            saved = [str(one) for one in sorted(folder.glob("saved-*")) if not one.suffix]
+            checkpoint = chance.choice(saved) if saved and chance.random() < 0.5 else ""
+            argv = ["-m", "benchmarks.outer.chaos", "--island", place, str(folder), checkpoint]
+            returns.append(checkpoint)
             islands.append(Island(network, node, argv, folder / f"{len(islands)}"))
             ends.callback(islands[-1].end, None)
 
@@ -179,8 +200,12 @@ def run(network: Network, folder: Path, events: int, seed: int, seconds: float =
         while any(one.process.poll() is None and not one.steps() for one in islands):
             time.sleep(0.1)
         begun = time.monotonic()
-        for _ in range(events):
+        for number in range(events):
             time.sleep(chance.expovariate(1 / WAIT_S))
+            if network.link and number % 10 == 9:
+                wrong.append(meetings[-1].end(None))
+                serve()
+                continue
             running = [one for one in islands if not one.killed]
             joining = [one for one in running if not one.steps()]
             enough = len(running) - len(joining) > FEWEST
@@ -201,19 +226,27 @@ def run(network: Network, folder: Path, events: int, seed: int, seconds: float =
                 break
         wrong += [one.end(0) for one in left]
         wrong += faults(islands)
-        return {"seconds": end - begun, **summary(islands), "faults": [*filter(None, wrong)]}
+        counted = {"returns": sum(map(bool, returns)), "restarts": max(len(meetings) - 1, 0)}
+        return {
+            "seconds": end - begun,
+            **summary(islands),
+            **counted,
+            "faults": [*filter(None, wrong)],
+        }
 
 
 def main() -> None:
     """Run, disturbed and undisturbed, or be an island."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--island", nargs=2, metavar=("PLACE", "FOLDER"), help="be an island")
+    parser.add_argument(
+        "--island", nargs=3, metavar=("PLACE", "FOLDER", "CHECKPOINT"), help="be an island"
+    )
     parser.add_argument("--events", type=int, default=60, help="on links; a sixth of it by files")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=RESULTS / "outer_chaos.json")
     told = parser.parse_args()
     if told.island:
-        train(told.island[0], Path(told.island[1]))
+        train(told.island[0], Path(told.island[1]), told.island[2])
         return
     origin, rows = machine(), list[Row]()
     for link, events in ((Link(), told.events), (None, told.events // 6)):

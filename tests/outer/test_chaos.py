@@ -14,7 +14,8 @@ from sparcel.lab import Link, open_network
 def test_no_survivor_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chaos, "WAIT_S", 2.5)
     with open_network(chaos.MOST + 1, Link()) as network:
-        row = chaos.run(network, tmp_path, events=6, seed=1)
+        row = chaos.run(network, tmp_path, events=10, seed=1)
     assert row["faults"] == []
-    assert row["kills"] + row["joins"] == 6
+    assert row["kills"] + row["joins"] + row["restarts"] == 10
+    assert row["restarts"] == 1
     assert row["steps"] > 6

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 import torch.distributed as dist
 
+from sparcel.comm.addresses import address_of_interface as address_of_interface
+from sparcel.comm.addresses import address_towards as address_towards
 from sparcel.comm.calls import Call, call_of, digest
 from sparcel.comm.communicator import (
     DIRECT_RANKS,
@@ -34,6 +36,7 @@ from sparcel.comm.launcher import launched
 from sparcel.comm.nodes import Grid
 from sparcel.comm.rendezvous import Rendezvous as Rendezvous
 from sparcel.comm.simulated import Network, Report, SimulatedCommunicator, simulate
+from sparcel.comm.sockets import UnreachedError as UnreachedError
 from sparcel.comm.staged import Staged, carry
 from sparcel.comm.torch import TorchCommunicator
 from sparcel.comm.torch import connect as connect_torch

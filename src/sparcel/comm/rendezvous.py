@@ -51,8 +51,9 @@ class Rendezvous(ABC):
         return Failure(self.store, len(self.members))
 
     def below(self, label: str) -> Store:
-        """Return the store with a prefix of its own."""
-        return PrefixStore(label, self.store)
+        """Return the store with a prefix of its own, made by itself if it is written in Python."""
+        under = getattr(self.store, "under", None)
+        return PrefixStore(label, self.store) if under is None else under(label)
 
     def subgroup(self, ranks: list[int], label: str) -> Self:
         """Return the rendezvous of some of the ranks, this rank among them.

@@ -25,7 +25,7 @@ _KEY = "key"
 Address = tuple[str, int]
 
 
-class UnreachedError(OSError):
+class UnreachedError(ConnectionError):
     """Some ranks were not reached.
 
     Parameters
@@ -184,7 +184,7 @@ class _Meeting:
             self.connected[end.value] = connection
         except OSError as error:
             if dialled is not None:
-                text = f"rank {dialled} of the group did not greet: {error}"
+                text = f"rank {dialled} did not greet: {error}"
                 raise UnreachedError(text, [dialled]) from error
             self._drop(connection)
 

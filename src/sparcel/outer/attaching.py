@@ -26,7 +26,7 @@ from sparcel.outer.shared import Shared
 from sparcel.schemes import Scheme
 from sparcel.training import Averager, Shard
 from sparcel.training.checks import checked_optimizers, warn_if_alone
-from sparcel.training.names import inner_model, model_names
+from sparcel.training.names import model_names
 
 Place: TypeAlias = "Group | DeviceMesh | Store | str | os.PathLike[str]"
 """Where islands meet: see `attach`."""
@@ -179,8 +179,19 @@ def attach(
     if island is not None:
         island.lead(outer.steps, outer.steps > 0, False)
     outer.start(optimizers)
-    outer.follow(inner_model(model))
+    outer.follow(_inner(model))
     return outer
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """Return a model without DDP and `torch.compile` around it."""
+    while True:
+        inside = getattr(model, "_orig_mod", None)
+        if isinstance(model, DistributedDataParallel):
+            inside = model.module
+        if not isinstance(inside, nn.Module):
+            return model
+        model = inside
 
 
 def _layout(tensors: Mapping[str, Tensor]) -> str:

@@ -35,8 +35,6 @@ from sparcel.comm import (
     Rendezvous,
     digest,
 )
-from sparcel.comm.rendezvous import connecting
-from sparcel.comm.torch.gloo import GlooEngine
 from sparcel.delta.stores import ExclusiveStore, Folder, store_at
 from sparcel.delta.stores import Store as Place
 from sparcel.errors import InputError, MismatchError, shown
@@ -58,9 +56,6 @@ _WAITED_SHARE = 0.1
 
 _ANSWER_SECONDS = 10.0
 """How long a few requests to a far store may take."""
-
-_CONNECT_SECONDS = 10.0
-"""How long islands may take to connect over links."""
 
 _COUNTED = re.compile(rb"(-?\d{1,19}) [0-9a-f]{32}")
 """What a file of a counter holds: the sum, and what tells its writer."""
@@ -530,19 +525,10 @@ class BucketFailure(Failure):
 
 
 @dataclass(frozen=True)
-class KeptRendezvous(Rendezvous):
-    """Where ranks meet whose store is a `BucketStore`."""
+class BucketRendezvous(Rendezvous):
+    """Where ranks meet that reach one bucket, and not one another."""
 
     store: BucketStore
-
-    def below(self, label: str) -> BucketStore:
-        """See `Rendezvous.below`."""
-        return self.store.under(label)
-
-
-@dataclass(frozen=True)
-class BucketRendezvous(KeptRendezvous):
-    """Where ranks meet that reach one bucket, and not one another."""
 
     def engine(self) -> Engine:
         """See `Rendezvous.engine`; nobody waits for the others before the first exchange."""
@@ -551,18 +537,3 @@ class BucketRendezvous(KeptRendezvous):
     def failure(self) -> Failure:
         """See `Rendezvous.failure`."""
         return BucketFailure(self.store, len(self.members), self.timeout)
-
-
-@dataclass(frozen=True)
-class LinkRendezvous(KeptRendezvous):
-    """Where ranks meet that are joined by links; each listens at its ``address``."""
-
-    address: str
-
-    def engine(self) -> Engine:
-        """See `Rendezvous.engine`."""
-        with connecting(self.members[self.rank], self.members):
-            soon = min(self.timeout, _CONNECT_SECONDS)  # all have just agreed to connect
-            engine = GlooEngine(self.store, self.members, self.rank, soon, self.address)
-        engine.timeout = self.timeout
-        return engine

@@ -14,8 +14,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from sparcel.comm import Communicator, ConnectedCommunicator
-from sparcel.comm.sockets import UnreachedError
+from sparcel.comm import Communicator, ConnectedCommunicator, UnreachedError
 from sparcel.errors import CommunicationError
 from sparcel.outer import protocol
 from sparcel.outer.board import Board
@@ -244,7 +243,7 @@ class Elastic:
             case protocol.Now():
                 return time.monotonic()
             case protocol.Wait(waited):
-                time.sleep(min(max(_PAUSE_SECONDS, _WAITED_SHARE * waited), self._pause))
+                time.sleep(pause_after(waited, self._pause))
             case protocol.Gone():
                 return (
                     {self._connected[rank] for rank in self.comm.lost()}
@@ -283,6 +282,11 @@ class Elastic:
             return str(error)
         at, steps, state = told.tolist()
         return at, steps, f"{state:x}"
+
+
+def pause_after(waited: float, most: float) -> float:
+    """Return the seconds until the next look at a place, after so many of waiting."""
+    return min(max(_PAUSE_SECONDS, _WAITED_SHARE * waited), most)
 
 
 class _Beats:

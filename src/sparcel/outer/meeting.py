@@ -6,12 +6,14 @@ import http.client
 import os
 import re
 import shutil
+import socket
 import threading
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import NoReturn
+from socketserver import TCPServer
+from typing import Any, NoReturn
 from urllib.parse import quote
 
 from sparcel.delta.stores import Folder
@@ -110,6 +112,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, port: int, folder: Path | None = None) -> None:
+        self._open = set[Any]()
         try:
             super().__init__(("", port), _Handler)
         except OSError as error:
@@ -123,9 +126,17 @@ class Server(ThreadingHTTPServer):
 
     def server_bind(self) -> None:
         """Bind, without a look at the name of this machine, which may take long."""
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = "", self.server_address[1]
+        TCPServer.server_bind(self)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection's requests on a thread of its own."""
+        self._open.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        self._open.discard(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Tell nothing: whoever sent what is no request, or went away, knows it."""
@@ -134,6 +145,9 @@ class Server(ThreadingHTTPServer):
         """Serve no more."""
         self.shutdown()
         self.server_close()
+        for connection in [*self._open]:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 class Meeting:

@@ -7,12 +7,14 @@ from collections import deque
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from sparcel.comm import ConnectedCommunicator
-from sparcel.comm.addresses import address_of_interface, address_towards
+import torch
+
+from sparcel.comm import ConnectedCommunicator, address_of_interface, address_towards
+from sparcel.comm.torch import TorchCommunicator, TorchRendezvous
 from sparcel.delta.stores import Store as Bucket
 from sparcel.errors import CommunicationError, InputError, public_url
 from sparcel.outer.board import Board
-from sparcel.outer.bucket import BucketRendezvous, BucketStore, LinkRendezvous
+from sparcel.outer.bucket import BucketRendezvous, BucketStore
 from sparcel.outer.islands import Connect
 from sparcel.outer.meeting import Meeting
 from sparcel.outer.protocol import LONGEST
@@ -20,7 +22,7 @@ from sparcel.outer.protocol import LONGEST
 PORT = 29400
 """Where ``sparcel meet`` listens unless it is told."""
 
-_LOOKED_SECONDS, _ASKED_SECONDS = 0.5, 2.0
+LOOKED_SECONDS, ASKED_SECONDS = 0.5, 2.0
 """How long to wait at most between two looks at a place of our own, and at one that is paid for."""
 
 _KEPT = 4
@@ -86,10 +88,12 @@ def _over_links(place: str, patience: float) -> Place:
             former.append(name)
             if len(former) > _KEPT:
                 kept.under(former.popleft()).clear()
-        store = kept.under(name)
-        return ConnectedCommunicator(LinkRendezvous(store, members, rank, seconds, address))
+        store, on_host = kept.under(name), torch.device("cpu")
+        return TorchCommunicator(
+            TorchRendezvous(store, members, rank, seconds, "gloo", on_host, address)
+        )
 
-    return Place(Board(meeting, LONGEST * patience), connect, _LOOKED_SECONDS)
+    return Place(Board(meeting, LONGEST * patience), connect, LOOKED_SECONDS)
 
 
 def _by_files(place: Bucket | str | os.PathLike[str], patience: float) -> Place:
@@ -99,4 +103,4 @@ def _by_files(place: Bucket | str | os.PathLike[str], patience: float) -> Place:
         meeting = BucketRendezvous(kept.under(name), members, rank, seconds)
         return ConnectedCommunicator(meeting)
 
-    return Place(Board(kept.found, LONGEST * patience), connect, _ASKED_SECONDS)
+    return Place(Board(kept.found, LONGEST * patience), connect, ASKED_SECONDS)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Set
 
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
 from sparcel.errors import InputError, shown
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -22,17 +19,6 @@ def model_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
-
-
-def inner_model(model: nn.Module) -> nn.Module:
-    """Return a model without DDP and `torch.compile` around it."""
-    while True:
-        inside = getattr(model, "_orig_mod", None)
-        if isinstance(model, DistributedDataParallel):
-            inside = model.module
-        if not isinstance(inside, nn.Module):
-            return model
-        model = inside
 
 
 def model_names(names: Iterable[str], known: Set[str] | None = frozenset()) -> dict[str, str]:

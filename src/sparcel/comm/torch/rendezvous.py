@@ -17,6 +17,9 @@ from sparcel.comm.torch.gloo import GlooEngine
 from sparcel.comm.torch.nccl import NcclEngine
 from sparcel.errors import InputError
 
+_SOON_SECONDS = 10.0
+"""How long ranks may take to connect that have just agreed to."""
+
 
 @dataclass(frozen=True)
 class TorchRendezvous(Rendezvous):
@@ -29,10 +32,13 @@ class TorchRendezvous(Rendezvous):
     device
         Where messages are: the CPU, or this process's GPU. The GPU is stored because `split` runs
         on another thread, whose current GPU is the first one.
+    address
+        Where this rank listens, of those that have just agreed to connect; None: where Gloo would.
     """
 
     backend: str
     device: torch.device
+    address: str | None = None
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device | None = None) -> Self:
@@ -78,8 +84,10 @@ class TorchRendezvous(Rendezvous):
             if self.backend == "nccl":
                 store = PrefixStore("idle", self.store)
                 return NcclEngine(store, self.members, self.rank, self.timeout, self.device)
-            store = PrefixStore("gloo", self.store)
-            return GlooEngine(store, self.members, self.rank, self.timeout)
+            seconds = self.timeout if self.address is None else min(self.timeout, _SOON_SECONDS)
+            engine = GlooEngine(self.below("gloo"), self.members, self.rank, seconds, self.address)
+        engine.timeout = self.timeout
+        return engine
 
 
 def _backend(group: dist.ProcessGroup) -> str:
