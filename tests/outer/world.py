@@ -82,8 +82,6 @@ class Island:
         self.mine = world.make(f"{chance.getrandbits(60)}", facts, "", 2, PATIENCE)
         self.steps, self.clock, self.visiting = 0, 0, False
         self.shared, self.moved, self.memory = Held(), NONE, NONE
-        self.sent: Names = NONE
-        self.told: list[str] = []
         self.trained: set[str] = set()
         self.dropped: set[str] = set()
         self.connected: dict[int, Island] = {}
@@ -133,7 +131,6 @@ class Island:
 
     def drop(self) -> None:
         self.dropped |= self.moved | self.memory
-        self.told.append(f"dropped {len(self.moved | self.memory)}")
         self.moved = self.memory = NONE
 
     def begin(self) -> None:
@@ -142,7 +139,6 @@ class Island:
     def load(self, saved: Checkpoint, joined: bool) -> Generator[Any, Any, None]:
         place, _, _, at = saved.numbers
         if joined and (place, at) != (self.mine.place, self.mine.at):
-            self.told.append("came back")
             return
         yield from self.mine.resume(*saved.numbers)
         self.steps, self.shared = saved.steps, saved.shared
@@ -378,7 +374,7 @@ class World:
         me = island.mine.island
         pending = island.moved | island.memory
         meeting.there[me] = island
-        meeting.sends[me] = frozenset(one for one in pending if self.chance.random() < 0.8)
+        meeting.sends[me] = frozenset(one for one in sorted(pending) if self.chance.random() < 0.8)
         if len(meeting.there) == len(meeting.members):
             self.after(self.chance.uniform(0.1, 3.0), lambda: self._finish(meeting))
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -136,51 +136,72 @@ def attach(
     if shard is not None:
         whole = next(iter(shard.tensors.values()))
         island = Shards(whole.device_mesh.get_group(), whole.device)
-    shared = Shared(parameters, averaged, chosen)
-    turns = len(shared.fragments)
-    if chosen.overlap >= max(1, every // turns):
-        raise InputError(
-            f"overlap must be less than the inner steps between exchanges, got {chosen.overlap}"
-            f" with every={every} and {turns} fragments"
-        )
-    tensors = shared.by_name()
     settings = {"every": every, "method": chosen, "buffers": buffers, "poison": poison}
-    elastic = None
-    if (meeting := meeting_at(group, patience)) is not None:
-        try:
-            elastic = Elastic(
-                *meeting, _facts(settings, tensors), _layout(tensors), least, patience, shared
+    try:
+        shared = Shared(parameters, averaged, chosen)
+        turns = len(shared.fragments)
+        if chosen.overlap >= max(1, every // turns):
+            raise InputError(
+                f"overlap must be less than the inner steps between exchanges, got"
+                f" {chosen.overlap} with every={every} and {turns} fragments"
             )
-        except BaseException:
-            if island is not None:
-                island.fail()
-            raise
-        group = elastic.comm
-    averager = Averager(
-        tensors,
-        chosen.scheme,
-        group=group.get_group() if isinstance(group, DeviceMesh) else cast("Group", group),
-        policy=lambda name, _: name in averaged,
-        frontload=False,
-        shard=shard,
-    )
-    if elastic is None and (others := ranks_with_other(repr(settings), averager.comm)):
-        averager.handle.close()
-        raise MismatchError(
-            f"ranks {others} have other settings than rank {averager.comm.rank}, which has"
-            f" {settings}; give all islands the same"
+        tensors = shared.by_name()
+        joined = _islands_at(group, patience, settings, shared, least)
+        averager = Averager(
+            tensors,
+            chosen.scheme,
+            group=_group(group if joined is None else joined.comm),
+            policy=lambda name, _: name in averaged,
+            frontload=False,
+            shard=shard,
         )
-    if elastic is None:
-        warn_if_alone(averager.comm.size, averager.handle.sparse)
-    outer = Outer(shared, averager, elastic or Fixed(averager.comm), chosen, every, poison, island)
-    if elastic is not None and elastic.joined:
-        outer.join()
-    outer.begin()
+        if joined is None:
+            _check_group(settings, averager)
+        place = joined or Fixed(averager.comm)
+        outer = Outer(shared, averager, place, chosen, every, poison, island)
+        if place.joined:
+            outer.join()
+        outer.begin()
+    except BaseException:
+        if island is not None:
+            island.fail()
+        raise
     if island is not None:
         island.lead(outer.steps, outer.steps > 0, False)
     outer.start(optimizers)
     outer.follow(_inner(model))
     return outer
+
+
+def _islands_at(
+    place: object, patience: float, settings: Mapping[str, object], shared: Shared, least: int
+) -> Elastic | None:
+    """Return the islands that come and go at a place, or None if it is a group."""
+    if (meeting := meeting_at(place, patience)) is None:
+        return None
+    vectors = "narrow" if torch.backends.cpu.get_cpu_capability() == "DEFAULT" else "wide"
+    named = {**settings, "rounding of the processor": vectors}
+    tensors = shared.by_name().items()
+    layout = "\n".join(f"{name} {list(one.shape)}" for name, one in tensors)
+    facts = {name: f"{value}" for name, value in named.items()}
+    facts["layout"] = f"{digest(layout, 128):032x}"
+    return Elastic(*meeting, facts, layout, least, patience, shared)
+
+
+def _group(group: object) -> Group:
+    return group.get_group() if isinstance(group, DeviceMesh) else cast("Group", group)
+
+
+def _check_group(settings: Mapping[str, object], averager: Averager) -> None:
+    """Raise `MismatchError` if the ranks of a group have other settings; warn if there is one."""
+    comm = averager.comm
+    if others := ranks_with_other(repr(settings), comm):
+        averager.handle.close()
+        raise MismatchError(
+            f"ranks {others} have other settings than rank {comm.rank}, which has {settings}; give"
+            " all islands the same"
+        )
+    warn_if_alone(comm.size, averager.handle.sparse)
 
 
 def _inner(model: nn.Module) -> nn.Module:
@@ -192,15 +213,3 @@ def _inner(model: nn.Module) -> nn.Module:
         if not isinstance(inside, nn.Module):
             return model
         model = inside
-
-
-def _layout(tensors: Mapping[str, Tensor]) -> str:
-    return "\n".join(f"{name} {list(one.shape)}" for name, one in tensors.items())
-
-
-def _facts(settings: Mapping[str, object], tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return what has to be the same on islands that come and go, by name."""
-    vectors = "narrow" if torch.backends.cpu.get_cpu_capability() == "DEFAULT" else "wide"
-    named = {**settings, "rounding of the processor": vectors}
-    layout = f"{digest(_layout(tensors), 128):032x}"
-    return {**{name: f"{value}" for name, value in named.items()}, "layout": layout}

@@ -236,11 +236,6 @@ class BucketStore(Store):
                 self.place.remove(one)
         return bool(gone)
 
-    def num_keys(self) -> int:
-        """Return how many keys there are."""
-        with self._telling():
-            return len({name.partition("!")[0] for name in self._starting(_escaped(self.prefix))})
-
     def clear(self) -> None:
         """Remove all keys, and all other files under the prefix, that nobody uses any more."""
         with self._telling():

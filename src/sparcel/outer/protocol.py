@@ -320,7 +320,7 @@ class Protocol:
             if quorum is None:
                 return None
             if self.island not in quorum["members"]:
-                yield from self._wait_for_outcome()
+                yield from self._wait_for_outcome(quorum["members"])
             elif quorum["holds"] == [*self.holds]:
                 self._attempt = Attempt(self._next, quorum["members"])
                 return self._attempt
@@ -459,15 +459,18 @@ class Protocol:
                 " all from one seed, or from checkpoints of one run"
             )
 
-    def _wait_for_outcome(self) -> Run[None]:
-        """Wait for the outcome of an attempt of others, who may die of it."""
-        since = yield Now()
-        while (yield Read(f"{self._next}.outcome")) is None:
-            waited = (yield Now()) - since
-            if waited > 3 * self._patience:
-                yield Create(f"{self._next}.outcome", _ABORT)
-            else:
+    def _wait_for_outcome(self, members: list[int]) -> Run[None]:
+        """Wait for the outcome of an attempt of others, as long as one of them lives."""
+        since, signs, waited = (yield Now()), (yield Signs(members)), 0.0
+        while not (yield from self._is_over(self._next, waited)):
+            now = yield Now()
+            waited = now - since
+            if waited <= 3 * self._patience:
                 yield Wait(waited)
+            elif (later := (yield Signs(members))) != signs:
+                since, signs = now, later
+            else:
+                yield Create(f"{self._next}.outcome", _ABORT)
 
     def _find_next(self) -> Run[None]:
         """Learn which attempt is the next, and which was the latest that took effect."""
@@ -528,6 +531,8 @@ class Protocol:
                 self._mine = None
             elif (yield from self._is_over(self._mine[0] + 1, waited)):
                 yield from self._find_next()
+                if self._mine[0] + 1 < self._next:
+                    continue
             elif others and waited > self._silence:
                 if (yield Signs([*others])) == signs:
                     return False
@@ -540,7 +545,7 @@ class Protocol:
 
     def welcome(self) -> Run[None]:
         """After an outer step: host islands that are behind, and remove what nobody needs."""
-        for number in (self.at, self.at + 1):
+        for number in (self.at - 1, self.at, self.at + 1):
             yield from self._look(number)
             yield from self._welcome(number, {*self._members})
         former = [number for number in self._came if number < self.at - 1]
