@@ -13,7 +13,7 @@ from sparcel.comm import ConnectedCommunicator, address_of_interface, address_to
 from sparcel.comm.torch import TorchCommunicator, TorchRendezvous
 from sparcel.delta.stores import Store as Bucket
 from sparcel.errors import CommunicationError, InputError, public_url
-from sparcel.outer.board import Board
+from sparcel.outer.board import Board, Patient
 from sparcel.outer.bucket import BucketRendezvous, BucketStore
 from sparcel.outer.islands import Connect
 from sparcel.outer.meeting import Meeting
@@ -74,7 +74,7 @@ def _over_links(place: str, patience: float) -> Place:
         raise InputError(f'{public_url(place)!r} is no place to meet; give "tcp://HOST:PORT"')
     meeting = Meeting(host, port, found.path.strip("/") or "run", patience)
     try:
-        meeting.names()
+        Patient(meeting, patience).names()  # it may be about to restart
         address = address_of_interface() or address_towards(host)
     except OSError as error:
         raise CommunicationError(

@@ -1,7 +1,7 @@
 """How islands agree who takes part in an outer step, and whether it takes effect.
 
 An island's part is a state machine: generators that yield what is to be done, and are sent what
-came of it. No socket, clock, thread or store is in it; `sparcel.outer.elastic` drives it.
+came of it. No socket, clock, thread or store is in it; `sparcel.outer.islands` drives it.
 
 Islands write keys into a place, with one operation that counts: create what is not there. So the
 first to write a key decides, for all and for ever. Attempts at outer steps have numbers:
@@ -228,7 +228,7 @@ class Protocol:
         MismatchError
             When the run has other facts.
         """
-        if (yield Read("ended")):
+        if (yield Read("ended")) is not None:
             raise CommunicationError("the run at this place has ended; name another one")
         self.place = yield Create("run", self._nonce)
         yield Create(f"layout.{self._facts['layout']}", self._layout)
@@ -557,9 +557,13 @@ class Protocol:
 
     def _welcome(self, number: int, hosts: set[int]) -> Run[None]:
         """Host those who came to an attempt and are behind, if it is this island's turn."""
-        last = {one.island: slot for slot, one in enumerate(self._came[number], 1)}
-        for slot, guest in enumerate(self._came[number], 1):
-            is_behind = (guest.at, guest.steps) < (self.at, self.steps)
+        came = self._came[number]
+        last = {one.island: slot for slot, one in enumerate(came, 1)}
+        # Who was not behind at the attempt before the last has come anew since, or is dead.
+        held = [(one.at, one.steps) for one in came]
+        newest = max(held) if number < self.at and held else (self.at, self.steps)
+        for slot, guest in enumerate(came, 1):
+            is_behind = (guest.at, guest.steps) < newest
             if guest.island in self._members or not is_behind or last[guest.island] != slot:
                 continue
             turns = sorted(one for one in hosts if one not in guest.apart and one != guest.island)
