@@ -11,7 +11,7 @@ import pytest
 from sparcel.outer.protocol import Came, Create, Protocol, Read, Run
 from tests.outer.world import BrokenPromiseError, live
 
-WORLDS, PIECES = 100_000, 20
+WORLDS, PIECES = 20_000, 4
 """How many seeds the slow tests live through, and in how many tests."""
 
 ENOUGH = 1500
