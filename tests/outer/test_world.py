@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sparcel.outer.protocol import Came, Create, Protocol, Read, Run
+from sparcel.outer.protocol import Action, Came, Create, Protocol, Read, Run
 from tests.outer.world import BrokenPromiseError, live
 
 WORLDS, PIECES = 20_000, 4
@@ -71,34 +71,33 @@ class Stubborn(Protocol):
         return sorted({one.island for one in self._came[number]})
 
 
-def altered(change: Callable[[Any], Any]) -> type[Protocol]:
-    """Return a part whose actions, or the answers to them, are changed in `decide` and `meet`."""
+def answered(part: Run[Any], answer: Callable[[Action], Run[Any]]) -> Run[Any]:
+    """Return what a part returns whose actions get other answers."""
+    answers: Any = None
+    while True:
+        try:
+            action = part.send(answers)
+        except StopIteration as end:
+            return end.value
+        answers = yield from answer(action)
 
-    class Altered(Protocol):
+
+def believing(key: str) -> type[Protocol]:
+    """Return a part that takes for decided what it has proposed."""
+
+    def own(action: Action) -> Run[Any]:
+        found = yield action
+        is_own = isinstance(action, Create) and action.key.endswith(key)
+        return action.text if is_own else found
+
+    class Believing(Protocol):
         def decide(self, *args: Any) -> Run[bool]:
-            return (yield from change(super().decide(*args)))
+            return (yield from answered(super().decide(*args), own))
 
         def meet(self) -> Run[Any]:
-            return (yield from change(super().meet()))
+            return (yield from answered(super().meet(), own))
 
-    return Altered
-
-
-def believing(key: str) -> Callable[[Run[Any]], Run[Any]]:
-    """Take for decided what this island has proposed."""
-
-    def change(part: Run[Any]) -> Run[Any]:
-        answer = None
-        while True:
-            try:
-                action = part.send(answer)
-            except StopIteration as end:
-                return end.value
-            answer = yield action
-            if isinstance(action, Create) and action.key.endswith(key):
-                answer = action.text
-
-    return change
+    return Believing
 
 
 class Careless(Protocol):
@@ -111,15 +110,11 @@ class Careless(Protocol):
 class Forgetful(Protocol):
     """An outcome is asked for after it was summed up, and removed."""
 
-    def decide(self, arrived: bool, held: bool, apart: Sequence[int] = (), why: str = "") -> Any:
-        part = super().decide(arrived, held, apart, why)
-        answer = None
-        while True:
-            try:
-                action = part.send(answer)
-            except StopIteration as end:
-                return end.value
-            answer = None if isinstance(action, Read) else (yield action)
+    def decide(self, *args: Any) -> Run[bool]:
+        def unread(action: Action) -> Run[Any]:
+            return None if isinstance(action, Read) else (yield action)
+
+        return (yield from answered(super().decide(*args), unread))
 
 
 class Unfenced(Protocol):
@@ -148,8 +143,8 @@ FAULTS = {
     "who comes back keeps what it had": KeepsAll,
     "who stood still keeps what was counted": Doubts,
     "who waits is not told": Stubborn,
-    "each believes its own quorum": altered(believing("quorum")),
-    "each believes its own outcome": altered(believing("outcome")),
+    "each believes its own quorum": believing("quorum"),
+    "each believes its own outcome": believing("outcome"),
     "different parameters": Careless,
     "removed outcomes": Forgetful,
     "two from one checkpoint": Unfenced,

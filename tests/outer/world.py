@@ -194,7 +194,6 @@ class World:
         self._cut: dict[frozenset[Island], float] = {}
         self._down, self.calm = 0.0, False
         self.apart: list[Island] = []
-        self._branches: set[int] = set()
 
     # Time.
 
@@ -220,6 +219,10 @@ class World:
         self.tell(f"{name} begins" + (f" from step {saved.steps}" if saved else ""))
         self.resume(island, None)
         return island
+
+    def stop(self, island: Island, seconds: float) -> None:
+        island.until = self.now + seconds
+        self.tell(f"{island.name} stands still for {seconds:.1f} s")
 
     def kill(self, island: Island) -> None:
         island.ended = "killed"
@@ -472,11 +475,20 @@ def live(seed: int, make: Callable[..., Protocol] = Protocol, forgets: bool = Fa
 
 
 def _live(world: World) -> None:
+    _disturb(world)
+    _heal(world)
+    healed = world.now
+    while world.now < healed + SETTLED and not _is_settled(world, healed):
+        world.run(world.now + PATIENCE)
+    _check(world, healed)
+
+
+def _disturb(world: World) -> None:
+    """Let islands begin, and then whatever may happen to them."""
     chance = world.chance
     for number in range(chance.randint(2, MOST)):
         world.after(chance.uniform(0, 5), lambda number=number: void(world.start(f"i{number}")))
     until = chance.uniform(25.0, 70.0)
-    saved: list[Checkpoint] = []
     time, names = 10.0, 10
     if chance.random() < 0.2:
         world.run(chance.uniform(10.0, 40.0))
@@ -491,41 +503,38 @@ def _live(world: World) -> None:
     while (time := time + chance.expovariate(1 / 8.0)) < until:
         world.run(time)
         there = [one for one in world.islands if not one.ended]
-        saved = [one for island in world.islands for one in island.checkpoints]
         what, seconds = chance.random(), chance.expovariate(1 / PATIENCE)
         if what < 0.3 and there:
-            one, seconds = chance.choice(there), seconds * chance.choice([1, 2, 2, 8])
-            one.until = world.now + seconds
-            world.tell(f"{one.name} stands still for {seconds:.1f} s")
+            world.stop(chance.choice(there), seconds * chance.choice([1, 2, 2, 8]))
         elif what < 0.45 and len(there) > 1:
             world.cut(*chance.sample(there, 2), 3 * seconds)
         elif what < 0.6 and there:
             world.kill(chance.choice(there))
         elif what < 0.9 and len(there) < MOST:
             names += 1
+            saved = [one for island in world.islands for one in island.checkpoints]
             world.start(f"i{names}", chance.choice([*saved[-40:], None]))
         else:
             world.restart(min(seconds, PATIENCE))
     world.run(max(until, world._down))
-    there = [one for one in world.islands if not one.ended]
+
+
+def _heal(world: World) -> None:
+    """End all faults, but that two islands may not reach each other."""
+    chance, there = world.chance, [one for one in world.islands if not one.ended]
     if there and chance.random() < 0.2:  # one stands still until the others have gone far
-        one, seconds = chance.choice(there), chance.uniform(5, 10) * PATIENCE
-        one.until = world.now + seconds
-        world.tell(f"{one.name} stands still for {seconds:.1f} s")
+        one = chance.choice(there)
+        world.stop(one, chance.uniform(5, 10) * PATIENCE)
         world.run(one.until)
-    for one in world.islands:  # nothing stands still or is cut any more
+    for one in world.islands:
         one.until = min(one.until, world.now)
     world._cut = {pair: min(until, world.now) for pair, until in world._cut.items()}
     world.calm = True
     world.tell("no more faults")
     there = [one for one in world.islands if not one.ended]
-    if len(there) > 2 and chance.random() < 0.2:  # but two never reach each other again
+    if len(there) > 2 and chance.random() < 0.2:
         world.apart = chance.sample(there, 2)
         world.cut(*world.apart, 2 * SETTLED)
-    healed = world.now
-    while world.now < healed + SETTLED and not _is_settled(world, healed):
-        world.run(world.now + PATIENCE)
-    _check(world, healed)
 
 
 def _is_settled(world: World, healed: float) -> bool:
@@ -547,7 +556,7 @@ def _is_settled(world: World, healed: float) -> bool:
 
 def _check(world: World, healed: float) -> None:
     """Check that those who are there have gone on together, and that nothing was lost untold."""
-    if world.forgets:  # then it is only promised that nothing is counted twice
+    if world.forgets:  # then no more is checked than each exchange
         return
     _check_ended(world)
     there = [one for one in world.islands if not one.ended]
