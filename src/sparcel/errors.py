@@ -57,7 +57,8 @@ class SparcelWarning(UserWarning):
 def warn(message: str) -> None:
     """Give a `SparcelWarning` at the line that called sparcel."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("sparcel."):
+    inside = "sparcel.", "torch."  # which calls hooks
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(inside):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, SparcelWarning, stacklevel=level)
 

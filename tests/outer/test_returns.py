@@ -20,10 +20,12 @@ from sparcel.comm import Communicator
 from sparcel.delta import Folder
 from sparcel.errors import CommunicationError, SparcelWarning
 from sparcel.outer import Method, Outer, attach
+from sparcel.outer.actions import Create, Now, Read, Wait
 from sparcel.outer.islands import pause_after
 from sparcel.outer.meeting import Meeting, Server
+from sparcel.outer.model import Model
 from sparcel.outer.places import ASKED_SECONDS
-from sparcel.outer.protocol import Create, Now, Protocol, Read, Wait, beat_seconds
+from sparcel.outer.protocol import Protocol, beat_seconds
 from sparcel.outer.shared import Shared
 from sparcel.schemes import Bidirectional, Dense
 
@@ -378,7 +380,7 @@ def test_what_strangers_send_changes_nothing(tmp_path: Path) -> None:
 
 def test_the_digest_sees_permutations_and_signs() -> None:
     def of(tensor: Tensor) -> int:
-        shared = Shared({"p": tensor}, {}, PLAIN)
+        shared = Shared(Model(nn.ParameterList([tensor]), averages=False), PLAIN)
         return shared.digest(shared.vectors)
 
     plain = torch.randn(6, 10)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from sparcel.outer.protocol import Action, Came, Create, Protocol, Read, Run
+from sparcel.outer.actions import Action, Create, Read, Run
+from sparcel.outer.protocol import Came, Protocol
 from tests.outer.world import BrokenPromiseError, live
 
 WORLDS, PIECES = 20_000, 4

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from sparcel.errors import SparcelError
-from sparcel.outer import protocol
+from sparcel.outer import actions, protocol
 from sparcel.outer.protocol import LONGEST, Attempt, Protocol
 
 PATIENCE = 10.0
@@ -237,7 +237,7 @@ class World:
             return
         try:
             action = island.doing.send(answer)
-            while isinstance(action, protocol.Now):
+            while isinstance(action, actions.Now):
                 action = island.doing.send(self.now)
         except SparcelError as error:
             island.ended = f"{type(error).__name__}: {error}"
@@ -249,25 +249,25 @@ class World:
     def _do(self, island: Island, action: object) -> None:
         chance, again = self.chance, lambda answer: self.resume(island, answer)
         match action:
-            case protocol.Create() | protocol.Read() | protocol.Remove():
+            case actions.Create() | actions.Read() | actions.Remove():
                 self._request(island, action, self.now)
-            case protocol.Wait(waited):
+            case actions.Wait(waited):
                 self.after(min(max(0.3, 0.3 * waited), 2.0), lambda: again(None))
             case Train(seconds):
                 self.after(seconds * chance.uniform(0.9, 1.3), lambda: again(None))
-            case protocol.Gone():
+            case actions.Gone():
                 gone = {n for n, one in island.connected.items() if one.ended}
                 self.after(0.0, lambda: again(gone))
-            case protocol.Signs(islands):
+            case actions.Signs(islands):
                 there = [one for one in self.islands if one.mine.island in islands]
                 signs = [
                     f"{one.name} {self.now:.1f}" if self._shows(one) else one.name for one in there
                 ]
                 self.after(0.05, lambda: again("".join(signs)))
-            case protocol.Host(_, name):
+            case actions.Host(_, name):
                 self._hosted[name] = island, island.mine.holds, island.shared
                 self.after(0.0, lambda: again(None))
-            case protocol.Receive(_, name):
+            case actions.Receive(_, name):
                 self._receive(island, name, self.now + PATIENCE)
             case Exchange(attempt):
                 self._exchange(island, attempt)
@@ -319,16 +319,16 @@ class World:
             self.resume(island, answer)
 
         self.after(delay, come)
-        if isinstance(action, protocol.Create) and fate > 0.99:  # it comes once more, much later
+        if isinstance(action, actions.Create) and fate > 0.99:  # it comes once more, much later
             self.after(chance.uniform(0.0, 10 * PATIENCE), lambda: void(self._answer(keys, action)))
 
     def _answer(self, keys: dict[str, tuple[str, float]], action: Any) -> str | None:
         match action:
-            case protocol.Create(key, text):
+            case actions.Create(key, text):
                 return keys.setdefault(key, (text, self.now))[0]
-            case protocol.Read(key):
+            case actions.Read(key):
                 return keys.get(key, (None,))[0]
-            case protocol.Remove(gone):
+            case actions.Remove(gone):
                 for key in gone:
                     keys.pop(key, None)
         return None

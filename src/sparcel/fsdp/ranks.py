@@ -79,9 +79,17 @@ def group_of_all(
                 " them, or none"
             )
         return group
+    return group_of_ranks(ranks, replicas, device)
+
+
+def group_of_ranks(ranks: list[int], like: dist.ProcessGroup, device: str) -> dist.ProcessGroup:
+    """Return the group of some ranks of the default group, in order; these ranks call.
+
+    Its timeout is that of another group for a type of device.
+    """
     if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD
-    timeout = replicas._get_backend(torch.device(device)).options._timeout
+        return dist.group.WORLD  # type: ignore[return-value]
+    timeout = like._get_backend(torch.device(device)).options._timeout
     made: dist.ProcessGroup = dist.new_group(
         ranks, timeout=timeout, use_local_synchronization=True, group_desc="sparcel"
     )

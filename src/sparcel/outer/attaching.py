@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, TypeAlias, cast
 
 import torch
@@ -12,21 +13,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from sparcel._checks import checked_number, checked_whole
+from sparcel._checks import check_type, checked_number, checked_whole
 from sparcel.comm import Group, digest, ranks_with_other
 from sparcel.delta.stores import Store
-from sparcel.errors import InputError, MismatchError, checked_name, public_url
-from sparcel.fsdp import FSDPDriver, Replicas, is_sharded
+from sparcel.errors import InputError, MismatchError, checked_name, warn
 from sparcel.outer.driver import Outer, Poison
-from sparcel.outer.island import Copies, Follower, Island, Shards
+from sparcel.outer.island import Copies, Follower, Ranks, Shards
 from sparcel.outer.islands import Elastic, Fixed
 from sparcel.outer.method import Method, chosen_method
+from sparcel.outer.model import Model
+from sparcel.outer.pace import Pace
 from sparcel.outer.places import meeting_at
 from sparcel.outer.shared import Shared
 from sparcel.schemes import Scheme
-from sparcel.training import Averager, Shard
+from sparcel.training import Averager
 from sparcel.training.checks import checked_optimizers, warn_if_alone
-from sparcel.training.names import model_names
 
 Place: TypeAlias = "Group | DeviceMesh | Store | str | os.PathLike[str]"
 """Where islands meet: see `attach`."""
@@ -37,7 +38,7 @@ def attach(
     optimizer: Optimizer | Sequence[Optimizer],
     method: Method | Scheme | str | None = None,
     *,
-    every: int = 30,
+    every: int | str = 30,
     islands: Place = None,
     buffers: Literal["average", "local"] = "average",
     poison: Poison = "leave out",
@@ -90,7 +91,6 @@ def attach(
         When the others cannot be reached.
     """
     chosen = chosen_method(method)
-    every = checked_whole(every, "every", 1)
     optimizers = checked_optimizers(optimizer)
     if not optimizers:
         raise InputError("optimizer must be one, or several, got none")
@@ -100,81 +100,61 @@ def attach(
         checked_whole(least, "least", 1),
         checked_number(patience, "patience", above=0),
     )
-    shard: Shard | None = None
-    group: object = islands
-    named, buffered = dict(model.named_parameters()), dict(model.named_buffers())
-    plain = model_names([*named, *buffered])  # an island may be wrapped otherwise than others
-    if is_sharded(model):
-        if isinstance(islands, str | os.PathLike | Store):
-            raise InputError(
-                f"islands={public_url(islands)!r} is a place where islands come and go, which a"
-                " sharded model"
-                ' cannot yet; give a group: islands=mesh["replicate"]'
-            )
-        sharded = FSDPDriver(model, cast("Replicas", islands), None)
-        parameters, shard, group = dict(sharded.tensors), sharded.shard, sharded.group
-    else:
-        parameters = {plain[n]: one.detach() for n, one in named.items() if one.requires_grad}
-    if not parameters:
-        raise InputError("the model has no parameters to train")
-    island: Island | None = None
-    floats = {plain[n]: one for n, one in buffered.items() if one.is_floating_point()}
-    averaged = floats if buffers == "average" else {}
-    if isinstance(model, DistributedDataParallel) and model.process_group.size() > 1:
-        if islands is None:
-            raise InputError(
-                "the ranks of this DistributedDataParallel are one island; say where islands meet:"
-                " islands=..."
-            )
-        copies = Copies(model.process_group, [*parameters.values(), *averaged.values()])
-        if model.process_group.rank() > 0:
-            follower = Follower(copies)
-            follower.advance()
-            follower.start(optimizers)
-            return follower
-        island = copies
-    if shard is not None:
-        whole = next(iter(shard.tensors.values()))
-        island = Shards(whole.device_mesh.get_group(), whole.device)
+    check_type(model, nn.Module, "model")
+    if any(hasattr(one, "train") and hasattr(one, "eval") for one in optimizers):
+        warn(
+            "the inner optimiser is schedule-free: it keeps parameters of its own, which islands do"
+            " not share, so what it brings by eval() differs between islands; evaluate outer.shared"
+        )
+    watched = Model(model, buffers == "average")
+    ranks = Ranks.of(model, watched)
+    if islands is None and (ranks.copies or ranks.shard):
+        raise InputError(
+            "the ranks that train this model together are one island; say where islands meet:"
+            ' islands=mesh["replicate"], or a place'
+        )
+    if ranks.follows:
+        shared = Shared(watched, replace(chosen, momentum=0.0))
+        return Follower(Copies(ranks.copies, shared), shared, optimizers)
+    shared = Shared(watched, chosen)
+    copies = Copies(ranks.copies, shared)
     settings = {"every": every, "method": chosen, "buffers": buffers, "poison": poison}
     try:
-        shared = Shared(parameters, averaged, chosen)
-        turns = len(shared.fragments)
-        if chosen.overlap >= max(1, every // turns):
-            raise InputError(
-                f"overlap must be less than the inner steps between exchanges, got"
-                f" {chosen.overlap} with every={every} and {turns} fragments"
-            )
+        pace = Pace(every, len(shared.fragments), chosen.overlap)
         tensors = shared.by_name()
-        joined = _islands_at(group, patience, settings, shared, least)
+        shards = Shards(ranks.shards, shared.device)
+        joined = _islands_at(islands, patience, settings, shared, least, shards)
         averager = Averager(
             tensors,
             chosen.scheme,
-            group=_group(group if joined is None else joined.comm),
-            policy=lambda name, _: name in averaged,
+            group=_group(islands if joined is None else joined.comm),
+            policy=lambda name, _: name in watched.buffers,
             frontload=False,
-            shard=shard,
+            shard=ranks.shard,
         )
         if joined is None:
             _check_group(settings, averager)
-        place = joined or Fixed(averager.comm)
-        outer = Outer(shared, averager, place, chosen, every, poison, island)
+        place = joined or Fixed(averager.comm, shards)
+        outer = Outer(shared, averager, place, chosen, pace, poison, copies, shards, ranks.shard)
         if place.joined:
             outer.join()
         outer.begin()
     except BaseException:
-        if island is not None:
-            island.fail()
+        copies.fail()
         raise
-    if island is not None:
-        island.lead(outer.steps, outer.steps > 0, False)
+    copies.lead(outer.steps, outer.islands, outer.steps > 0, False)
     outer.start(optimizers)
     outer.follow(_inner(model))
     return outer
 
 
 def _islands_at(
-    place: object, patience: float, settings: Mapping[str, object], shared: Shared, least: int
+    place: object,
+    patience: float,
+    settings: Mapping[str, object],
+    shared: Shared,
+    least: int,
+    shards: Shards,
 ) -> Elastic | None:
     """Return the islands that come and go at a place, or None if it is a group."""
     if (meeting := meeting_at(place, patience)) is None:
@@ -182,10 +162,15 @@ def _islands_at(
     vectors = "narrow" if torch.backends.cpu.get_cpu_capability() == "DEFAULT" else "wide"
     named = {**settings, "rounding of the processor": vectors}
     tensors = shared.by_name().items()
-    layout = "\n".join(f"{name} {list(one.shape)}" for name, one in tensors)
+    layout = "\n".join(
+        [
+            *(f"{name} {list(one.shape)}" for name, one in tensors),
+            *([f"on so many ranks each: {shards.size}"] if shards.size > 1 else []),
+        ]
+    )
     facts = {name: f"{value}" for name, value in named.items()}
     facts["layout"] = f"{digest(layout, 128):032x}"
-    return Elastic(*meeting, facts, layout, least, patience, shared)
+    return Elastic(meeting, facts, layout, least, patience, shared, shards)
 
 
 def _group(group: object) -> Group:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 
 from sparcel._checks import check_type
 from sparcel.comm import Job, SimulatedCommunicator
-from sparcel.errors import CommunicationError, InputError, MismatchError, warn
-from sparcel.outer.island import Island, forget_spoilt
+from sparcel.errors import CommunicationError, InputError, MismatchError, few, warn
+from sparcel.outer.island import Copies, Shards, count_steps, forget_spoilt
 from sparcel.outer.islands import Elastic, Fixed, Islands
 from sparcel.outer.method import Method
+from sparcel.outer.pace import Pace, Weights
 from sparcel.outer.shared import Shared, Vector
-from sparcel.training import Averager, Stats
+from sparcel.training import Averager, Shard, Stats
 
 Poison = Literal["leave out", "void"]
 """What becomes of an outer step if an island's pseudo-gradient holds NaN or Inf."""
@@ -54,13 +55,15 @@ class Outer:
         averager: Averager,
         islands: Islands,
         method: Method,
-        every: int,
+        pace: Pace,
         poison: Poison,
-        island: Island | None,
+        copies: Copies,
+        shards: Shards,
+        shard: Shard | None,
     ) -> None:
         self._shared, self._averager, self._islands = shared, averager, islands
-        self._method, self._every, self._poison = method, every, poison
-        self._island = island
+        self._method, self._pace, self._poison = method, pace, poison
+        self._copies, self._shards, self._shard = copies, shards, shard
         self.steps, self.optimizer = 0, shared.optimizer
         self._clock = 0
         """How many inner steps have been done, by which outer steps are due."""
@@ -70,14 +73,19 @@ class Outer:
         self._ends = 0
         """After how many inner steps the island goes on with what is under way."""
         self._finite, self._was_told = True, False
+        self._spoilt: list[str] = []
+        """What holds NaN or Inf of what this rank has moved."""
         self._changed = self._anew = False
         """Whether this inner step has ended with what is shared, and because of NaN or Inf."""
         self._undone = False
         """Whether the model was loaded from a checkpoint of before this island took over."""
+        self._weights = Weights(len(shared.fragments))
+        self._weight = 0.0
         self._inner: Sequence[Optimizer] = ()
         self._worker = ThreadPoolExecutor(1, "sparcel-outer")
         self._undo = ExitStack()
         self._undo.callback(averager.handle.close)
+        self._undo.callback(shards.close)
         self._undo.callback(islands.close)
         self._undo.callback(self._worker.shutdown)
 
@@ -96,6 +104,15 @@ class Outer:
         """How many islands the latest outer step was tried with."""
         return self._averager.comm.size
 
+    def count(self, amount: float) -> None:
+        """Tell what this island learns from in an inner step: how many tokens, or samples.
+
+        In an outer step, each island then counts by how much it has learned from since the last
+        one. If no island tells, or not all do, all count alike. If an island has several ranks, all
+        of them tell what they learn from together.
+        """
+        self._weights.count(amount)
+
     def stats(self) -> Stats:
         """Return what the outer steps have cost so far; the counts are this rank's."""
         return self._averager.handle.stats()
@@ -103,11 +120,9 @@ class Outer:
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Count the steps of the last of these optimisers from now on."""
         self._inner = optimizers
-        for hook in (
-            optimizers[0].register_step_pre_hook(lambda *_: self._redo()),
-            optimizers[-1].register_step_post_hook(lambda *_: self.advance()),
-        ):
-            self._undo.callback(hook.remove)
+        redo = optimizers[0].register_step_pre_hook(lambda *_: self._redo())
+        self._undo.callback(redo.remove)
+        self._undo.callback(count_steps(optimizers, self.advance))
 
     def follow(self, model: nn.Module) -> None:
         """See to it that nobody loads another model behind this one's back."""
@@ -128,11 +143,9 @@ class Outer:
             if self._under_way is None and (self._is_due() or self._is_awaited()):
                 self._begin()
         except BaseException:
-            if self._island is not None:
-                self._island.fail()
+            self._copies.fail()
             raise
-        if self._island is not None:
-            self._island.lead(self.steps, self._changed, self._anew)
+        self._copies.lead(self.steps, self.islands, self._changed, self._anew)
 
     def _go_on(self) -> None:
         """Wait for the exchange that is under way, and go on with its outcome."""
@@ -149,9 +162,15 @@ class Outer:
         if not self._finite:
             self._begin_anew()
         elif outcome == "done":
+            self._weights.step(self._turn)
+            model, keep = self._shared.model, self._method.keep
+            model.look()
             for vector in self._fragment:
-                vector.put(self._method.keep)
+                vector.put(model.parameters, keep)
+            self._shared.buffers.put(model.buffers, keep)
+            model.keep()
         self.steps += 1
+        self._pace.begin()
         self._islands.committed(self._clock)
 
     def join(self) -> None:
@@ -170,9 +189,11 @@ class Outer:
         -------
         dict
             ``clock``, ``steps``, ``ends``, ``outcome``, ``finite``, ``place``, ``island``,
-            ``order`` and ``at``, whole numbers; ``rate``, the outer optimiser's;
-            ``shared.{name}`` and ``momentum.{name}``, the same on all islands; and the entries of
-            `Handle.state_dict`. Among elastic islands, these are of a rank 0 of 1.
+            ``order`` and ``at``, whole numbers; ``rate``, the outer optimiser's; ``counted``, what
+            `count` was told since each fragment was exchanged; ``averaged``, whether each buffer
+            is in the outer step that is under way; ``shared.{name}`` and
+            ``momentum.{name}``, the same on all islands, DTensors if the parameters are; and the
+            entries of `Handle.state_dict`. Among elastic islands, these are of a rank 0 of 1.
         """
         outcome = None if self._under_way is None else self._under_way.wait()
         if outcome in ("again", "late"):
@@ -192,7 +213,9 @@ class Outer:
         return {
             **{name: torch.tensor(number) for name, number in numbers.items()},
             "rate": torch.tensor(self._shared.rate, dtype=torch.float64),
-            **{name: tensor.clone() for name, tensor in self._shared.named()},
+            "counted": self._weights.state,
+            "averaged": torch.tensor(self._shared.buffers.averaged),
+            **{name: self._whole(name, tensor.clone()) for name, tensor in self._shared.named()},
             **{f"averager.{name}": tensor for name, tensor in memory.items()},
         }
 
@@ -210,14 +233,19 @@ class Outer:
             When an entry is missing or does not fit.
         """
         check_type(state, Mapping, "state", _WAY_OUT)
-        expected = dict.fromkeys((*_NUMBERS, "rate"), torch.zeros(())) | dict(self._shared.named())
+        expected = dict.fromkeys((*_NUMBERS, "rate"), torch.zeros(()))
+        averaged = torch.tensor(self._shared.buffers.averaged)
+        expected |= {"counted": self._weights.state, "averaged": averaged}
+        expected |= dict(self._shared.named())
+        found: dict[str, Tensor] = {}
         for name, tensor in expected.items():
             if name not in state:
                 raise InputError(f"the state has no {name!r}; {_WAY_OUT}")
-            if state[name].shape != tensor.shape:
+            found[name] = self._own(name, state[name])
+            if found[name].numel() != tensor.numel():
                 raise InputError(
                     f"the state's {name!r} must have shape {list(tensor.shape)}, got"
-                    f" {list(state[name].shape)}; {_WAY_OUT}"
+                    f" {list(found[name].shape)}; {_WAY_OUT}"
                 )
         memory = {
             name.removeprefix("averager."): tensor
@@ -238,8 +266,10 @@ class Outer:
         self._averager.handle.load_state_dict(memory)
         self._undone = False
         for name, tensor in self._shared.named():
-            tensor.copy_(state[name])
-        self._shared.rate = float(state["rate"])
+            tensor.copy_(found[name].view(tensor.shape))
+        self._shared.rate, self._weights.state = float(state["rate"]), state["counted"]
+        self._shared.buffers.averaged = state["averaged"].tolist()
+        self._pace.begin()
         self._clock, self.steps = numbers["clock"], numbers["steps"]
         outcome, self._ends = _OUTCOMES[numbers["outcome"]], numbers["ends"]
         self._under_way = None if outcome is None else _ended(outcome)
@@ -253,15 +283,17 @@ class Outer:
     @property
     def _fragment(self) -> list[Vector]:
         """What the next outer step is of."""
-        fragments = self._shared.fragments
-        return fragments[self.steps % len(fragments)]
+        return self._shared.fragments[self._turn]
 
-    def _due(self, steps: int) -> int:
-        """Return after how many inner steps an outer step is due."""
-        return -(-steps * self._every // len(self._shared.fragments))
+    @property
+    def _turn(self) -> int:
+        """The number of the fragment that the next outer step is of."""
+        return self.steps % len(self._shared.fragments)
 
     def _is_due(self) -> bool:
-        return self._clock >= self._due(self.steps + 1)
+        is_due = self._pace.is_due(self._clock, self.steps)
+        # The ranks of an island count the same steps, and not the same seconds.
+        return bool(self._shards.tell(is_due)) if self._pace.goes_by_time else is_due
 
     def _is_awaited(self) -> bool:
         """Tell whether others wait for this island, which has come between two of their steps."""
@@ -283,21 +315,27 @@ class Outer:
 
     def _move(self) -> None:
         """Find out what this island has moved of the fragment."""
-        finite = [vector.move() for vector in self._fragment]
-        self._finite = all(finite)
-        if self._island is not None:
-            self._finite = self._island.all(self._finite)
+        model, buffers = self._shared.model, self._shared.buffers
+        model.look()
+        self._weight = self._weights.move(self._turn)
+        self._spoilt = [name for one in self._fragment for name in one.move(model.parameters)]
+        buffers.moved = {}
+        if self._turn == 0:
+            self._spoilt += buffers.move(model.buffers)
+        self._finite = self._shards.all(not self._spoilt)
+        if not self._finite:
+            buffers.moved = {}
 
     @torch.no_grad()
     def _attempt(self) -> Outcome:
         """Exchange the fragment, and update what is shared of it."""
         islands, averager, fragment = self._islands, self._averager, self._fragment
-        finite, bad, arrived = True, 0, False
+        finite = arrived = False
 
         def decide(ended_finite: bool) -> bool:
             nonlocal finite, arrived
-            finite, arrived = ended_finite, islands.decide(True)
-            return arrived
+            arrived, finite = islands.decide(True, ended_finite)
+            return arrived and finite
 
         if not islands.meet():
             return "late"
@@ -305,24 +343,21 @@ class Outer:
             if islands.comm is not self._connected:
                 averager.connect(islands.comm, self.steps)
                 self._connected = islands.comm
-            bad = self._agree()
-            void = bad == averager.comm.size or (bad > 0 and self._poison == "void")
-            if void:
+            counting, own = self._agree()
+            some_do_not = counting < averager.comm.size
+            if not counting or (some_do_not and self._poison == "void"):
                 decide(False)
             else:
-                share = averager.comm.size / (averager.comm.size - bad)
+                share = own * averager.comm.size / counting  # memory counts once
                 for vector in fragment:
-                    if not self._finite:
-                        vector.moved.zero_()
-                    elif bad:  # the average is over those that count, and memory counts once
-                        averaged = vector.optimized if self._method.by_senders else 0
-                        vector.moved[averaged:].mul_(share)
+                    _scale(vector.moved, own if self._method.by_senders else share)
                     averager.queue(vector.moved, vector.places)
+                self._shared.buffers.queue(averager, share)
                 averager.finish(decide)
         except CommunicationError:
             if isinstance(islands, Fixed):
                 raise
-            islands.decide(False)
+            islands.decide(False, False)
         if not arrived:
             return "again"
         if not finite:
@@ -332,19 +367,23 @@ class Outer:
             averager.decay([name for one in fragment for name in one.places], self._method.decay)
         return "done"
 
-    def _agree(self) -> int:
-        """Return how many islands hold NaN or Inf, if all share the same parameters.
+    def _agree(self) -> tuple[int, float]:
+        """Learn what all islands bring, if they share the same parameters.
 
-        The learning rate becomes that of the island which has taken part for longest.
+        Return how many of them count, and by how much this one is multiplied in their average. The
+        learning rate becomes that of the island which has taken part for longest.
         """
-        comm = self._averager.comm
-        told = torch.tensor([self._shared.digest(self._fragment), self._finite, 0])
-        told[2:].view(torch.float64).fill_(self._shared.rate)
+        comm, buffers = self._averager.comm, self._shared.buffers
+        vectors = [*self._fragment, *(buffers.vectors if self._turn == 0 else ())]
+        numbers = torch.tensor([self._shared.rate, self._weight], dtype=torch.float64)
+        told = torch.tensor([self._digest(vectors), self._finite, *buffers.flags])
+        told = torch.cat([numbers.view(torch.int64), told])
         blocks = comm.run(
             lambda: comm.gather_blocks(told.view(torch.uint8), [told.nbytes] * comm.size)
         )
         all_told = blocks.view(torch.int64).view(comm.size, -1)
-        digests, finite = all_told[:, 0].tolist(), all_told[:, 1].tolist()
+        rates, weights = all_told[:, :2].contiguous().view(torch.float64).t().tolist()
+        digests, finite, *flags = all_told[:, 2:].t().tolist()
         others = [rank for rank, one in enumerate(digests) if one != digests[comm.rank]]
         if others:
             raise MismatchError(
@@ -352,7 +391,7 @@ class Outer:
                 f" {self.steps} outer steps; start them from one checkpoint, or with one seed, and"
                 " see that their processors round alike"
             )
-        rate = float(all_told[self._islands.senior, 2:].view(torch.float64))
+        rate = rates[self._islands.senior]
         if rate != self._shared.rate:
             if not self._was_told:
                 warn(
@@ -360,12 +399,20 @@ class Outer:
                     f" {rate:g}, the rate of the island that has taken part for longest"
                 )
             self._was_told, self._shared.rate = True, rate
-        return finite.count(0)
+        counting = [weight for weight, counts in zip(weights, finite, strict=True) if counts]
+        share = self._weights.share(counting, self._weight) if self._finite else 0.0
+        buffers.averaged = [any(flag) for flag in flags]
+        return len(counting), share
+
+    def _digest(self, vectors: Sequence[Vector]) -> int:
+        """Return what sums up shared values on all ranks of this island."""
+        parts = self._shards.gather(self._shared.digest(vectors))
+        return sum(part * (2 * rank + 1) for rank, part in enumerate(parts)) % (1 << 62)
 
     def _catch_up(self) -> None:
         """Take over what the others have done without this island, and keep what it has moved."""
         assert isinstance(self._islands, Elastic), "a fixed group waits for all"
-        before = [vector.shared.clone() for vector in self._shared.vectors]
+        shift = self._shared.shifting()
         kept = self._islands.take_over()
         self._received()
         if not kept:
@@ -380,19 +427,26 @@ class Outer:
         elif not self._finite:
             self._begin_anew()
         else:
-            for vector, old in zip(self._shared.vectors, before, strict=True):
-                vector.shift(old)
+            self._shared.model.look()
+            shift()
 
     def _begin_anew(self) -> None:
         """Go on from what is shared, without what NaN or Inf have spoilt."""
+        if self._spoilt:
+            warn(
+                f"{few(self._spoilt)} held NaN or Inf: this island goes on from what the islands"
+                " share, and what it had moved since is lost"
+            )
         self._put()
+        self._shared.model.restore()
         forget_spoilt(self._inner)
         self._anew = True
 
     def _put(self) -> None:
         """Go on with what is shared."""
-        for vector in self._shared.vectors:
-            vector.put()
+        self._shared.model.look()
+        self._shared.put()
+        self._weights.forget()
         self._changed, self._undone = True, False
 
     def _redo(self) -> None:
@@ -405,13 +459,36 @@ class Outer:
         self._shared.received()
         assert isinstance(self._islands, Elastic)
         self.steps = self._islands.steps
-        self._clock = self._due(self.steps)
+        self._clock = self._pace.due(self.steps)
+        self._pace.begin()
         self._changed = self._visiting = True
 
     def begin(self) -> None:
         """Begin with what is shared, as after `attach` or from a checkpoint."""
         if isinstance(self._islands, Elastic):
-            self._islands.begin(self.steps, self._shared.digest(self._shared.vectors))
+            self._islands.begin(self.steps, self._digest(self._shared.vectors))
+
+    def _whole(self, key: str, part: Tensor) -> Tensor:
+        """Return an entry of the state, sharded as the parameter of its name is."""
+        name = key.partition(".")[2]
+        if self._shard is None or name not in self._shard.tensors:
+            return part
+        return self._shard.distributed(name, part.flatten())
+
+    def _own(self, key: str, entry: Tensor) -> Tensor:
+        """Return this rank's part of an entry of the state."""
+        name = key.partition(".")[2]
+        if self._shard is None or name not in self._shard.tensors:
+            return entry
+        return cast("Tensor", self._shard.local(name, entry))
+
+
+def _scale(moved: Tensor, share: float) -> None:
+    """Multiply a pseudo-gradient, which may hold NaN or Inf if it counts nothing."""
+    if not share:
+        moved.zero_()
+    elif share != 1:
+        moved.mul_(share)
 
 
 def _ended(outcome: Outcome) -> Job[Outcome]:

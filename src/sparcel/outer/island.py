@@ -2,61 +2,148 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from sparcel._checks import all_finite
+from sparcel.comm import ALL_CONTROL
 from sparcel.errors import CommunicationError
-from sparcel.training import Stats
+from sparcel.fsdp import checked_mesh, group_of_ranks
+from sparcel.outer.model import Model
+from sparcel.outer.shared import Shared
+from sparcel.training import Shard, Stats
+from sparcel.training.carrier import connected
 
 _FAILED = -1
 
+_MOST_BYTES = 1 << 20
+"""How long a message to the ranks of an island may be."""
 
-class Island(Protocol):
-    """What a rank that exchanges tells the other ranks of its island."""
 
-    def all(self, flag: bool) -> bool:
-        """Return whether a flag is set on all ranks of the island that exchange."""
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of an island, as this one sees them.
 
-    def lead(self, steps: int, changed: bool, anew: bool) -> None:
-        """Tell the others what an inner step has ended with.
+    Attributes
+    ----------
+    copies
+        Those that hold the same as this one, of which the first exchanges; None for one alone.
+    shards
+        Of those that exchange, all that hold shards of the model; None for one alone.
+    shard
+        Which shard this rank holds, if the model is sharded.
+    """
 
-        Parameters
-        ----------
-        steps
-            How many outer steps have been done so far.
-        changed
-            Whether parameters are others than this inner step has made.
-        anew
-            Whether this island goes on from what is shared, because of NaN or Inf.
+    copies: dist.ProcessGroup | None = None
+    shards: dist.ProcessGroup | None = None
+    shard: Shard | None = None
+
+    @property
+    def follows(self) -> bool:
+        """Whether another rank exchanges for this one."""
+        return self.copies is not None and self.copies.rank() > 0
+
+    @classmethod
+    def of(cls, module: Module, model: Model) -> Ranks:
+        """Find the ranks that train a model together: by DDP, by its shards, or by both.
+
+        Raises
+        ------
+        InputError
+            When parameters are on ranks that are in no common mesh.
         """
+        if isinstance(module, DistributedDataParallel):
+            return cls(module.process_group if module.process_group.size() > 1 else None)
+        if not model.whole:
+            return cls()
+        mesh = checked_mesh(model.whole)
+        placed = {
+            name: dict(zip(_dimensions(one.device_mesh), one.placements, strict=True))
+            for name, one in model.whole.items()
+        }
+        shared = {  # of each dimension, the parameters that are the same along it
+            key: [name for name, where in placed.items() if _is_copied(where.get(key))]
+            for number, key in enumerate(_dimensions(mesh))
+            if mesh.size(number) > 1
+        }
+        copies = next((key for key, names in shared.items() if len(names) == len(placed)), None)
+        copied = {name for key, names in shared.items() if key != copies for name in names}
+        copied |= model.parameters.keys() - model.whole.keys()
+        group: dist.ProcessGroup | None = None
+        ranks = mesh.mesh
+        if copies is not None:
+            dimension = _dimensions(mesh).index(copies)
+            group, ranks = mesh.get_group(dimension), ranks.select(dimension, 0)
+            if group.rank() > 0:
+                return cls(group)
+        numbers = sorted(ranks.flatten().tolist())
+        shard = Shard(numbers.index(dist.get_rank()), model.whole, frozenset(copied))
+        if len(numbers) == 1:
+            return cls(group, None, shard)
+        return cls(group, group_of_ranks(numbers, mesh.get_group(0), mesh.device_type), shard)
 
-    def fail(self) -> None:
-        """Tell the others that an outer step has failed."""
+
+def _dimensions(mesh: DeviceMesh) -> tuple[object, ...]:
+    return mesh.mesh_dim_names or tuple(range(mesh.ndim))
+
+
+def _is_copied(placement: Placement | None) -> bool:
+    return placement is None or isinstance(placement, Replicate)
 
 
 class Shards:
-    """Ranks each of which exchanges its own shard."""
+    """The ranks of an island each of which exchanges its own shard; the first leads.
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
+    Parameters
+    ----------
+    group
+        These ranks; None for one alone.
+    device
+        Where the shards are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._comm = None if group is None else connected(group, device, "host")[0]
+        self.rank = 0 if self._comm is None else self._comm.rank
+        self.size = 1 if self._comm is None else self._comm.size
+
+    def gather(self, number: int) -> list[int]:
+        """Return the number (64-bit) that each rank gives."""
+        comm = self._comm
+        return [number] if comm is None else comm.run(lambda: comm.gather_numbers(number))
 
     def all(self, flag: bool) -> bool:
-        """See `Island.all`."""
-        held = torch.tensor(int(flag), device=self._device)
-        dist.all_reduce(held, dist.ReduceOp.MIN, group=self._group)
-        return bool(held)
+        """Return whether a flag is set on all ranks."""
+        return all(self.gather(int(flag)))
 
-    def lead(self, steps: int, changed: bool, anew: bool) -> None:
-        """See `Island.lead`; all do the same."""
+    def tell(self, told: object) -> Any:
+        """Return what the first rank tells, which JSON can hold."""
+        comm = self._comm
+        if comm is None:
+            return told
+        text = json.dumps(told).encode()
+        message = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        sends = dict.fromkeys(range(1, self.size), message) if self.rank == 0 else {}
+        receives = {0: _MOST_BYTES} if self.rank else {}
+        came = comm.run(lambda: comm.exchange(sends, receives, ALL_CONTROL))
+        return json.loads(bytes(came[0].tolist())) if self.rank else told
 
-    def fail(self) -> None:
-        """See `Island.fail`; all see it."""
+    def close(self) -> None:
+        """End the connections."""
+        if self._comm is not None:
+            self._comm.close()
 
 
 class Copies:
@@ -65,69 +152,91 @@ class Copies:
     Parameters
     ----------
     group
-        The ranks of the island.
-    tensors
-        The parameters of the model, and the buffers that are averaged.
+        These ranks; None for one alone.
+    shared
+        What islands share, of which the others have a copy.
     """
 
-    def __init__(self, group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
-        self._group, self._tensors = group, tensors
+    def __init__(self, group: dist.ProcessGroup | None, shared: Shared) -> None:
+        self._group, self._shared = group, shared
 
-    def all(self, flag: bool) -> bool:
-        """See `Island.all`; one rank exchanges."""
-        return flag
+    def lead(self, steps: int, islands: int, changed: bool, anew: bool) -> None:
+        """Tell the others what an inner step has ended with.
 
-    def lead(self, steps: int, changed: bool, anew: bool) -> None:
-        """See `Island.lead`; the others take over the parameters."""
-        self._share(steps, changed, anew)
-        if changed:
-            for tensor in self._tensors:
-                dist.broadcast(tensor, group=self._group, group_src=0)
+        Parameters
+        ----------
+        steps
+            How many outer steps have been done so far.
+        islands
+            How many islands the latest was tried with.
+        changed
+            Whether parameters are others than this inner step has made.
+        anew
+            Whether this island goes on from what is shared, because of NaN or Inf.
+        """
+        self._share(steps, islands, changed, anew)
 
     def fail(self) -> None:
-        """See `Island.fail`."""
-        self._share(_FAILED, False, False)
+        """Tell the others that an outer step has failed."""
+        self._share(_FAILED, 0, False, False)
 
-    def follow(self) -> tuple[int, bool]:
-        """Learn from the first rank what it tells by `lead`, and take over the parameters.
+    def follow(self) -> tuple[int, int, bool]:
+        """Learn from the first rank what it tells by `lead`, and take over what has changed.
 
         Raises
         ------
         CommunicationError
             When the first rank has failed.
         """
-        steps, changed, anew = self._share(0, False, False)
+        steps, islands, _, anew = self._share(0, 0, False, False)
         if steps == _FAILED:
             raise CommunicationError(
                 "the first rank of this island could not exchange; its own output tells why"
             )
-        if changed:
-            for tensor in self._tensors:
-                dist.broadcast(tensor, group=self._group, group_src=0)
-        return steps, bool(anew)
+        return steps, islands, bool(anew)
 
-    def _share(self, steps: int, changed: bool, anew: bool) -> list[int]:
-        told = torch.tensor([steps, changed, anew], device=self._tensors[0].device)
-        dist.broadcast(told, group=self._group, group_src=0)
-        numbers: list[int] = told.tolist()
-        return numbers
+    def _share(self, *told: int) -> list[int]:
+        if self._group is None:
+            return [*told]
+        model = self._shared.model
+        numbers = torch.tensor(told, device=next(iter(model.parameters.values())).device)
+        dist.broadcast(numbers, group=self._group, group_src=0)
+        found: list[int] = numbers.tolist()
+        if found[2]:
+            model.look()
+            shared = (vector.shared for vector in self._shared.vectors)
+            for tensor in (*model.parameters.values(), *model.buffers.values(), *shared):
+                dist.broadcast(tensor, group=self._group, group_src=0)
+        return found
 
 
 class Follower:
-    """What `attach` returns on the ranks of an island that do not exchange themselves."""
+    """What `attach` returns on the ranks of an island that do not exchange themselves.
 
-    def __init__(self, island: Copies) -> None:
-        self._island, self.steps = island, 0
+    Attributes
+    ----------
+    steps, islands
+        As `Outer` has them.
+    optimizer
+        One whose learning rate may be changed as that of `Outer`; the first rank's counts.
+    """
 
-    def start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Follow after each step of the last of these optimisers."""
-        self._inner = optimizers
-        self.close = optimizers[-1].register_step_post_hook(lambda *_: self.advance()).remove
+    def __init__(self, copies: Copies, shared: Shared, optimizers: Sequence[Optimizer]) -> None:
+        self._copies, self._shared = copies, shared
+        self.optimizer, self._inner = shared.optimizer, optimizers
+        self._undo = ExitStack()
+        self.advance()
+        self._undo.callback(count_steps(optimizers, self.advance))
+
+    @property
+    def shared(self) -> dict[str, Tensor]:
+        """The parameters that islands share, by name, not copied."""
+        return self._shared.by_name()
 
     @torch.no_grad()
     def advance(self) -> None:
         """Follow the first rank; optimisers call it after each step."""
-        self.steps, anew = self._island.follow()
+        self.steps, self.islands, anew = self._copies.follow()
         if anew:
             forget_spoilt(self._inner)
 
@@ -141,6 +250,24 @@ class Follower:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Do nothing; the first rank loads the island's state."""
+
+    def close(self) -> None:
+        """Follow no more."""
+        self._undo.close()
+
+
+def count_steps(optimizers: Sequence[Optimizer], advance: Callable[[], None]) -> Callable[[], None]:
+    """Call after each step of the last of some optimisers; return what ends that.
+
+    Fused optimisers find out themselves, on the device, that a GradScaler wants the step skipped.
+    """
+
+    def after(optimizer: Optimizer, *_: object) -> None:
+        found = getattr(optimizer, "found_inf", None)
+        if found is None or not bool(found):
+            advance()
+
+    return optimizers[-1].register_step_post_hook(after).remove
 
 
 def forget_spoilt(optimizers: Sequence[Optimizer]) -> None:

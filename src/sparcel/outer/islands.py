@@ -8,17 +8,18 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from dataclasses import astuple, dataclass
+from typing import Any, NamedTuple, TypeVar, cast
 from uuid import uuid4
 
 import torch
-from torch import Tensor
 
 from sparcel.comm import Communicator, ConnectedCommunicator, UnreachedError
-from sparcel.errors import CommunicationError
-from sparcel.outer import protocol
+from sparcel.errors import CommunicationError, MismatchError
+from sparcel.outer import actions
 from sparcel.outer.board import Board
-from sparcel.outer.protocol import Protocol, Run
+from sparcel.outer.island import Shards
+from sparcel.outer.protocol import Protocol, beat_seconds
 from sparcel.outer.shared import Shared
 
 T = TypeVar("T")
@@ -26,6 +27,25 @@ T = TypeVar("T")
 Connect = Callable[[str, list[int], int, float], ConnectedCommunicator]
 """Connects the islands of these numbers, given a name of their own, the place of this one, and the
 seconds that an exchange may take."""
+
+
+class Place(NamedTuple):
+    """Where islands meet.
+
+    Attributes
+    ----------
+    board
+        What they read and write.
+    connect
+        What connects them.
+    pause
+        Seconds that pass at most between two looks.
+    """
+
+    board: Board
+    connect: Connect
+    pause: float
+
 
 _PAUSE_SECONDS, _WAITED_SHARE = 0.02, 0.3
 """How long to wait until the next look: at first, and as a share of what was waited before."""
@@ -39,16 +59,16 @@ class Fixed:
     joined = False
     senior = 0
 
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
+    def __init__(self, comm: Communicator, shards: Shards) -> None:
+        self.comm, self._shards = comm, shards
 
     def meet(self) -> bool:
         """See `Elastic.meet`."""
         return True
 
-    def decide(self, held: bool) -> bool:
+    def decide(self, held: bool, finite: bool) -> tuple[bool, bool]:
         """See `Elastic.decide`."""
-        return held
+        return held, self._shards.all(finite)
 
     def committed(self, clock: int) -> None:
         """See `Elastic.committed`."""
@@ -65,21 +85,34 @@ class Fixed:
         """See `Elastic.close`."""
 
 
+@dataclass
+class _Holds:
+    """What all ranks of an island know of its part in the protocol."""
+
+    island: int = 0
+    steps: int = 0
+    at: int = 0
+    place: str = ""
+    order: int = 0
+    origin: Sequence[Any] = ("", 0, 0)
+
+
 class Elastic:
     """Islands that come and go between steps; does what their `Protocol` wants to be done.
 
+    Of an island's ranks the first takes part in the protocol. The others do alike with their
+    shards, as it tells them: all ranks call all methods.
+
     Parameters
     ----------
-    board
-        The place where they meet.
-    connect
-        What connects islands.
-    pause
-        Seconds that pass at most between two looks at the place.
+    place
+        Where they meet.
     facts, layout, least, patience
         As `Protocol` has them.
     shared
         What islands share.
+    shards
+        The ranks of this island.
 
     Attributes
     ----------
@@ -97,32 +130,34 @@ class Elastic:
 
     def __init__(
         self,
-        board: Board,
-        connect: Connect,
-        pause: float,
+        place: Place,
         facts: dict[str, str],
         layout: str,
         least: int,
         patience: float,
         shared: Shared,
+        shards: Shards,
     ) -> None:
-        self._board, self._connect, self._patience = board, connect, patience
-        self._shared, self._pause = shared, pause
+        self._board, self._connect_at, self._pause = place
+        self._patience, self._shared, self._shards = patience, shared, shards
         nonce = f"{uuid4().int >> 65}"
         self._protocol = Protocol(nonce, facts, layout, least, patience)
+        self._holds = _Holds()
         self._connected: list[int] = []
         """The islands whose connections hold, by rank."""
         self._looked = 0.0
-        self.joined = self._run(self._protocol.enter())
-        me = self._protocol.island
-        self._beats = _Beats(board, me, patience)
-        weakref.finalize(self, self._beats.stop.set)
-        self.comm: ConnectedCommunicator = connect(f"alone.{me}", [me], 0, patience)
+        self.joined = self._run(Protocol.enter)
+        me = self._holds.island
+        self._beats: _Beats | None = None
+        if shards.rank == 0:
+            self._beats = _Beats(self._board, me, patience)
+            weakref.finalize(self, self._beats.stop.set)
+        self.comm = self._connect(f"alone.{me}", [me], 0)
 
     @property
     def steps(self) -> int:
         """How many outer steps this island holds."""
-        return self._protocol.steps
+        return self._holds.steps
 
     @property
     def senior(self) -> int:
@@ -132,6 +167,7 @@ class Elastic:
     def begin(self, steps: int, shared: int) -> None:
         """Begin with what this number sums up, after so many outer steps."""
         self._protocol.steps, self._protocol.state = steps, f"{shared:x}"
+        self._holds.steps = steps
 
     def resume(self, numbers: dict[str, int]) -> bool:
         """Go on from a checkpoint, given what `numbers` was then.
@@ -139,147 +175,212 @@ class Elastic:
         Return False if the run has gone on without this island.
         """
         place, island, order, at = (numbers[name] for name in _NUMBERS)
-        mine = self._protocol
-        if self.joined and (str(place), at) != (mine.place, mine.at):
+        if self.joined and (str(place), at) != (self._holds.place, self._holds.at):
             return False
-        self._run(mine.resume(str(place), island, order, at))
+        self._run(lambda protocol: protocol.resume(str(place), island, order, at))
         return True
 
     def numbers(self) -> dict[str, int]:
         """Return what a checkpoint has to hold for `resume`."""
-        place, island, at = self._protocol.origin
-        return dict(zip(_NUMBERS, (int(place), island, self._protocol.order, at), strict=True))
+        place, island, at = self._holds.origin
+        return dict(zip(_NUMBERS, (int(place), island, self._holds.order, at), strict=True))
 
     def meet(self) -> bool:
         """Wait for the others; return whether this island takes part in a step with ``comm``.
 
         False if the others have done the step without it.
         """
-        while (attempt := self._run(self._protocol.meet())) is not None:
-            members, me = attempt.members, self._protocol.island
+        while (attempt := self._run(Protocol.meet)) is not None:
+            number, members = attempt
             if members == self._connected:
                 return True
-            self._connected = []
+            self._connected, cause = [], None
             try:
                 # The former connections end when nothing uses them, and nobody waits for that.
                 self.comm = self._connect(
-                    f"mesh.{attempt.number}", members, members.index(me), self._patience
+                    f"mesh.{number}", members, members.index(self._holds.island)
                 )
             except CommunicationError as error:
-                self._refuse(members, error)
-            else:
-                self._connected = members
-                return True
+                cause = error
+            if self._refuse(members, cause):
+                continue
+            self._connected = members
+            return True
         self._connected = []  # the others have left these connections
         return False
 
-    def _refuse(self, members: list[int], error: CommunicationError) -> None:
-        """Propose to abort an attempt whose members do not connect."""
-        cause = error.__cause__
-        peers = cause.peers if isinstance(cause, UnreachedError) else []
-        self._run(
-            self._protocol.decide(False, False, [members[peer] for peer in peers], str(error))
-        )
+    def _refuse(self, members: list[int], error: CommunicationError | None) -> bool:
+        """Propose to abort an attempt if its members do not connect; return whether they did not.
 
-    def decide(self, held: bool) -> bool:
-        """Return whether the step takes effect, given whether all has arrived here."""
+        A connection that one rank of this island misses is missing.
+        """
+        if self._shards.all(error is None):
+            return False
+        found = error.__cause__ if error else None
+        missed = [*found.peers] if isinstance(found, UnreachedError) else []
+        flags = self._shards.gather(sum(1 << peer for peer in missed))
+        peers = [one for peer, one in enumerate(members) if any(flag >> peer & 1 for flag in flags)]
+        why = str(error or "another rank of this island did not reach its peer")
+        self._run(lambda protocol: protocol.decide(False, False, peers, why))
+        return True
+
+    def decide(self, held: bool, finite: bool) -> tuple[bool, bool]:
+        """Return whether the step takes effect, and whether it is finite on all ranks.
+
+        Parameters
+        ----------
+        held
+            Whether all has arrived here.
+        finite
+            Whether what has arrived is finite.
+        """
         arrived = held
         if held:
             try:
                 self.comm.run(lambda: self.comm.gather_numbers(0))
             except CommunicationError:
                 arrived = False
-        took_effect = self._run(self._protocol.decide(arrived, held))
+        flags = self._shards.gather(held | arrived << 1 | finite << 2)
+        held, arrived, finite = (all(flag >> bit & 1 for flag in flags) for bit in range(3))
+        took_effect = self._run(lambda protocol: protocol.decide(arrived, held))
         if not took_effect or not arrived:  # connections to the others have ended
             self._connected = []
-        return took_effect
+        return took_effect, finite
 
     def committed(self, clock: int) -> None:
         """Go on after an outer step, which came after so many inner steps.
 
         Islands that wait to join get what is shared, while this one trains.
         """
-        self._beats.steps, self._beats.clock = self.steps, clock
-        self._run(self._protocol.welcome())
+        if self._beats is not None:
+            self._beats.steps, self._beats.clock = self.steps, clock
+        self._run(Protocol.welcome)
 
     def take_over(self) -> bool:
         """Receive what islands share; return whether what this one has moved may be kept."""
-        return self._run(self._protocol.take_over())
+        return self._run(Protocol.take_over)
 
     def is_awaited(self) -> bool:
         """Tell whether others wait for this island, or have gone on without it."""
-        if time.monotonic() < self._looked:
+        return self._run(self._look)
+
+    def _look(self, protocol: Protocol) -> actions.Run[bool]:
+        if (now := (yield actions.Now())) < self._looked:
             return False
-        self._looked = time.monotonic() + self._pause
-        return self._run(self._protocol.is_awaited())
+        self._looked = now + self._pause
+        return (yield from protocol.is_awaited())
 
     def close(self) -> None:
         """Take part in no more steps; the last island of a run removes what is left of it."""
         with suppress(CommunicationError):
             self.comm.close()
-            self._beats.end()
-            if self._protocol.at and not self._board.found("beat."):
-                self._board.end("ended")
+            if self._beats is not None:
+                self._beats.end()
+                if self._holds.at and not self._board.found("beat."):
+                    self._board.end("ended")
 
-    def _run(self, part: Run[T]) -> T:
-        """Do what a part of the protocol wants to be done, and return its result."""
+    def _run(self, part: Callable[[Protocol], actions.Run[T]]) -> T:
+        """Do what a part of the protocol wants to be done, and return its result.
+
+        The other ranks of this island do what concerns their shards.
+        """
+        if self._shards.rank:
+            return cast("T", self._follow())
         answer: object = None
-        while True:
-            try:
-                action = part.send(answer)
-            except StopIteration as end:
-                result: T = end.value
-                return result
-            answer = self._done(action)
+        run = part(self._protocol)
+        try:
+            while True:
+                answer = self._done(run.send(answer))
+        except StopIteration as end:
+            result: T = end.value
+        except (CommunicationError, MismatchError) as error:
+            self._shards.tell(["failed", str(error)])
+            raise
+        mine = self._protocol
+        self._holds = _Holds(mine.island, mine.steps, mine.at, mine.place, mine.order, mine.origin)
+        self._shards.tell(["ended", result, astuple(self._holds)])
+        return result
 
-    def _done(self, action: protocol.Action) -> object:
+    def _follow(self) -> object:
+        """Do what the first rank tells, until its part of the protocol has ended."""
+        while True:
+            what, *told = self._shards.tell(None)
+            match what:
+                case "host":
+                    self._host(*told)
+                case "receive":
+                    self._receive(*told)
+                case "ended":
+                    result, holds = told
+                    self._holds = _Holds(*holds)
+                    return result
+                case _:
+                    raise CommunicationError(
+                        f"the first rank of this island could not go on: {told[0]}"
+                    )
+
+    def _done(self, action: actions.Action) -> object:
         match action:
-            case protocol.Create(key, text):
+            case actions.Create(key, text):
                 return self._board.create(key, text)
-            case protocol.Read(key):
+            case actions.Read(key):
                 return self._board.read(key)
-            case protocol.Remove(keys):
+            case actions.Remove(keys):
                 self._board.remove(keys)
-            case protocol.Now():
+            case actions.Now():
                 return time.monotonic()
-            case protocol.Wait(waited):
+            case actions.Wait(waited):
                 time.sleep(pause_after(waited, self._pause))
-            case protocol.Gone():
+            case actions.Gone():
                 return (
                     {self._connected[rank] for rank in self.comm.lost()}
                     if self._connected
                     else set()
                 )
-            case protocol.Signs(islands):
+            case actions.Signs(islands):
                 return "".join(self._board.read(f"beat.{one}") or "" for one in islands)
-            case protocol.Host(guest, name):
+            case actions.Host(guest, name):
                 at, steps, state = self._protocol.holds
-                told = torch.tensor([at, steps, int(state or "0", 16)])
-                shared = (tensor.to("cpu", copy=True) for tensor in self._shared.tensors)
-                copies = [told, *shared]
-                arguments = (guest, self._protocol.island, name, copies)
-                threading.Thread(target=self._host, args=arguments, daemon=True).start()
-            case protocol.Receive(host, name):
-                return self._receive(host, name)
+                me, holds = self._protocol.island, [at, steps, int(state or "0", 16)]
+                self._shards.tell(["host", guest, me, name, holds])
+                self._host(guest, me, name, holds)
+            case actions.Receive(host, name):
+                me = self._protocol.island
+                self._shards.tell(["receive", host, me, name])
+                return self._receive(host, me, name)
         return None
 
-    def _host(self, guest: int, me: int, name: str, messages: Sequence[Tensor]) -> None:
-        with suppress(CommunicationError):  # the guest has gone, or will ask another
-            comm = self._connect(name, [me, guest], 0, self._patience)
-            for message in messages:
-                comm.exchange({1: message.view(torch.uint8)}, {})
-            comm.close()
+    def _connect(self, name: str, members: list[int], rank: int) -> ConnectedCommunicator:
+        """Connect the ranks of some islands that hold the same shard as this one."""
+        return self._connect_at(f"{name}.{self._shards.rank}", members, rank, self._patience)
 
-    def _receive(self, host: int, name: str) -> tuple[int, int, str] | str:
-        told = torch.zeros(3, dtype=torch.int64)
+    def _host(self, guest: int, me: int, name: str, holds: list[int]) -> None:
+        """Begin to send what this rank holds of what is shared."""
+        shared = (tensor.to("cpu", copy=True) for tensor in self._shared.tensors)
+        messages = [torch.tensor(holds), *shared]
+
+        def send() -> None:
+            with suppress(CommunicationError):  # the guest has gone, or will ask another
+                comm = self._connect(name, [me, guest], 0)
+                for message in messages:
+                    comm.exchange({1: message.view(torch.uint8)}, {})
+                comm.close()
+
+        threading.Thread(target=send, daemon=True).start()
+
+    def _receive(self, host: int, me: int, name: str) -> tuple[int, int, str] | str:
+        """Receive this rank's share of what is shared; return what the host holds, or an error."""
+        told, failed = torch.zeros(3, dtype=torch.int64), ""
         try:
-            comm = self._connect(name, [host, self._protocol.island], 1, self._patience)
+            comm = self._connect(name, [host, me], 1)
             for tensor in (told, *self._shared.tensors):
                 came = comm.exchange({}, {0: tensor.nbytes})[0]
                 tensor.view(torch.uint8).copy_(came)
             comm.close()
         except CommunicationError as error:
-            return str(error)
+            failed = str(error)
+        if not self._shards.all(not failed):
+            return failed or "another rank of this island has not received its shard"
         at, steps, state = told.tolist()
         return at, steps, f"{state:x}"
 
@@ -296,7 +397,7 @@ class _Beats:
         self._board, self._key = board, f"beat.{island}"
         self.steps = self.clock = 0
         self.stop = threading.Event()
-        self._seconds = protocol.beat_seconds(patience)
+        self._seconds = beat_seconds(patience)
         self._thread = threading.Thread(target=self._go_on, daemon=True)
         self._thread.start()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import torch
@@ -15,7 +14,7 @@ from sparcel.delta.stores import Store as Bucket
 from sparcel.errors import CommunicationError, InputError, public_url
 from sparcel.outer.board import Board, Patient
 from sparcel.outer.bucket import BucketRendezvous, BucketStore
-from sparcel.outer.islands import Connect
+from sparcel.outer.islands import Place
 from sparcel.outer.meeting import Meeting
 from sparcel.outer.protocol import LONGEST
 
@@ -27,24 +26,6 @@ LOOKED_SECONDS, ASKED_SECONDS = 0.5, 2.0
 
 _KEPT = 4
 """So many of an island's last connections may still have keys in the place."""
-
-
-class Place(NamedTuple):
-    """Where islands meet.
-
-    Attributes
-    ----------
-    board
-        What they read and write.
-    connect
-        What connects them.
-    pause
-        Seconds between two looks, at most.
-    """
-
-    board: Board
-    connect: Connect
-    pause: float
 
 
 def meeting_at(place: object, patience: float) -> Place | None:

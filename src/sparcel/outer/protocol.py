@@ -21,14 +21,13 @@ so a step takes effect on all its members or on none, and each learns it wheneve
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from sparcel.comm import digest
 from sparcel.errors import CommunicationError, MismatchError
-
-T = TypeVar("T")
+from sparcel.outer.actions import Create, Gone, Host, Now, Read, Receive, Remove, Run, Signs, Wait
 
 BLOCK = 16
 """So many attempts in a row are summed up in one key when two such blocks have followed."""
@@ -52,67 +51,6 @@ _COMMIT, _ABORT = "commit", "abort"
 def beat_seconds(patience: float) -> float:
     """Return how often an island gives a sign of life."""
     return min(_MOST_SECONDS, patience / _BEATS)
-
-
-class Create(NamedTuple):
-    """Create a key unless it is there; the answer is the text that it has."""
-
-    key: str
-    text: str
-
-
-class Read(NamedTuple):
-    """The answer is a key's text, or None."""
-
-    key: str
-
-
-class Remove(NamedTuple):
-    """Remove keys that nobody needs."""
-
-    keys: list[str]
-
-
-class Wait(NamedTuple):
-    """Let time go by before the next look: the more, the longer it has been waited already."""
-
-    waited: float
-
-
-class Now(NamedTuple):
-    """The answer is a time in seconds."""
-
-
-class Gone(NamedTuple):
-    """The answer is the set of members of the last attempt whose connections have ended."""
-
-
-class Signs(NamedTuple):
-    """The answer is what sums up the last signs of life of these islands; it is empty for none."""
-
-    islands: list[int]
-
-
-class Host(NamedTuple):
-    """Begin to send what is shared to an island, beside all else, under a name of its own.
-
-    `Protocol.holds` goes with it.
-    """
-
-    guest: int
-    name: str
-
-
-class Receive(NamedTuple):
-    """Receive what is shared; the answer is what the host holds, or the error's text."""
-
-    host: int
-    name: str
-
-
-Action = Create | Read | Remove | Wait | Now | Gone | Signs | Host | Receive
-Run = Generator[Action, Any, T]
-"""What yields actions, is sent their answers, and returns a result."""
 
 
 class Attempt(NamedTuple):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from sparcel._checks import all_finite
+from sparcel.errors import InputError
 from sparcel.memory import Range, wide_dtype
 from sparcel.outer.method import Method
+from sparcel.outer.model import Model
+from sparcel.training import Averager
+from sparcel.training.layout import end_to_end
 
 _CHUNK, _ODD = 1 << 20, 0x1E3779B97F4A7C15
 """How many elements a sum takes at a time, and a number without a pattern in its bits."""
@@ -21,70 +25,171 @@ _WORDS = 8
 
 
 class Vector:
-    """Tensors of a model that are exchanged as one vector; all have the same wide dtype.
+    """Tensors that are exchanged as one vector; all have the same wide dtype.
+
+    Methods take this island's tensors by name, which may be more than those of the vector.
 
     Attributes
     ----------
     shared
         Their values after the last outer step, the same on all islands, float32 or float64
         ``[size]``.
-    moved
-        The pseudo-gradient, ``[size]``: shared less local. Exchanging replaces it by the average.
-        Vectors of other fragments use the same memory.
     places
         Where each tensor lies.
-    optimized
-        How many of the first elements the outer optimiser updates. The rest are buffers, which
-        become their average.
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], moved: Tensor
+        self, local: Mapping[str, Tensor], dtype: torch.dtype, scratch: dict[torch.dtype, Tensor]
     ) -> None:
-        self._local = {**parameters, **buffers}
+        self._shapes = {name: tensor.shape for name, tensor in local.items()}
         self.places: dict[str, Range] = {}
-        end = 0
-        for name, tensor in self._local.items():
+        self._scratch, end = scratch, 0
+        for name, tensor in local.items():
             self.places[name] = end, end + tensor.numel()
             end += tensor.numel()
-        self.optimized = sum(tensor.numel() for tensor in parameters.values())
-        self.shared = moved.new_zeros(padded(end))
-        self.moved = moved[: padded(end)]
-        self.share()
+        device = next((one.device for one in local.values()), None)
+        self.shared = torch.zeros(padded(end), dtype=dtype, device=device)
+        for name, tensor in local.items():
+            self.view(self.shared, name).copy_(tensor)
+
+    @property
+    def moved(self) -> Tensor:
+        """The pseudo-gradient, ``[size]``: shared less local.
+
+        Exchanging replaces it by the average. All vectors of a dtype use the same memory.
+        """
+        size, dtype = self.shared.numel(), self.shared.dtype
+        if (scratch := self._scratch.get(dtype)) is None or scratch.numel() < size:
+            self._scratch[dtype] = scratch = torch.zeros_like(self.shared)
+        return scratch[:size]
 
     def view(self, vector: Tensor, name: str) -> Tensor:
         """Return a tensor's elements of a vector, in its shape."""
         start, stop = self.places[name]
-        return vector[start:stop].view(self._local[name].shape)
+        return vector[start:stop].view(self._shapes[name])
 
-    def share(self) -> None:
-        """Let the shared values be this island's."""
-        for name, local in self._local.items():
-            self.view(self.shared, name).copy_(local)
+    def move(self, local: Mapping[str, Tensor]) -> list[str]:
+        """Put the pseudo-gradient into ``moved``; return the tensors that are not finite."""
+        moved = self.moved
+        moved[max((stop for _, stop in self.places.values()), default=0) :] = 0
+        for name in self.places:
+            shared, one = self.view(self.shared, name), local[name]
+            if one.dtype != shared.dtype:  # what the cast takes off, this island has not moved
+                shared = shared.to(one.dtype).to(moved.dtype)
+            torch.sub(shared, one, out=self.view(moved, name))
+        if all_finite(moved):
+            return []
+        return [name for name in self.places if not all_finite(self.view(moved, name))]
 
-    def move(self) -> bool:
-        """Put the pseudo-gradient into ``moved``; return whether it is finite."""
-        self.moved[max((stop for _, stop in self.places.values()), default=0) :] = 0
-        for name, local in self._local.items():
-            shared = self.view(self.shared, name)
-            if local.dtype != shared.dtype:  # what the cast takes off, this island has not moved
-                shared = shared.to(local.dtype).to(shared.dtype)
-            torch.sub(shared, local, out=self.view(self.moved, name))
-        return all_finite(self.moved)
-
-    def put(self, keep: float = 0.0) -> None:
+    def put(self, local: Mapping[str, Tensor], keep: float = 0.0) -> None:
         """Let this island go on with the shared values, and a share of its own."""
-        for name, local in self._local.items():
-            shared = self.view(self.shared, name).to(local.dtype)
-            if keep:
-                local.lerp_(shared, 1 - keep)
-            else:
-                local.copy_(shared)
+        for name in self.places:
+            _put(local[name], self.view(self.shared, name), keep)
 
-    def shift(self, before: Tensor) -> None:
+    def shift(self, local: Mapping[str, Tensor], before: Tensor) -> None:
         """Move this island's values as the shared ones have moved since ``before``."""
-        for name, local in self._local.items():
-            local.add_(self.view(self.shared, name) - self.view(before, name))
+        for name in self.places:
+            local[name].add_(self.view(self.shared, name) - self.view(before, name))
+
+
+class Buffers:
+    """Buffers that become their averages: those that any island has changed.
+
+    Attributes
+    ----------
+    vectors
+        What all of them were after the last outer step.
+    moved
+        By how much this island has changed some of them, by name.
+    averaged
+        Whether each of them was changed by any island, and is averaged in this outer step.
+    """
+
+    def __init__(self, local: Mapping[str, Tensor]) -> None:
+        self.vectors = [Vector(part, dtype, {}) for dtype, part in _by_dtype(local).items()]
+        self.moved: dict[str, Tensor] = {}
+        self.averaged = [False] * len([*self])
+        self._queued: list[tuple[Vector, Tensor, Mapping[str, Range]]] = []
+
+    def move(self, local: Mapping[str, Tensor]) -> list[str]:
+        """Find out what this island has changed; return those that are not finite any more."""
+        self.moved, spoilt = {}, list[str]()
+        for name, shared, one in self.changed(local):
+            self.moved[name] = shared.to(one.dtype).to(shared.dtype) - one
+            if all_finite(shared) and not all_finite(one):
+                spoilt.append(name)
+        return spoilt
+
+    @property
+    def flags(self) -> list[bool]:
+        """Whether this island has changed each of them."""
+        return [name in self.moved for name, _ in self]
+
+    def queue(self, averager: Averager, share: float) -> None:
+        """Queue the exchange of those that are averaged, times a share.
+
+        Raises
+        ------
+        InputError
+            When one of them was not finite when islands began.
+        """
+        averaged = self._averaged
+        self._queued = []
+        for vector in self.vectors:
+            parts = {}
+            for name in [name for name in vector.places if name in averaged]:
+                shared = vector.view(vector.shared, name)
+                if not all_finite(shared):
+                    raise InputError(
+                        f"the buffer {name!r} held NaN or Inf when islands began, and has changed,"
+                        " so that it cannot be averaged; keep it out of the model's buffers, or"
+                        ' pass buffers="local"'
+                    )
+                parts[name] = self.moved.get(name, torch.zeros_like(shared)) * share
+            if parts:
+                moved, places = end_to_end(parts)
+                averager.queue(moved, places)
+                self._queued.append((vector, moved, places))
+
+    def step(self) -> None:
+        """Let the averages that have come take effect."""
+        for vector, moved, places in self._queued:
+            for name, (start, stop) in places.items():
+                shared = vector.view(vector.shared, name)
+                shared.sub_(moved[start:stop].view(shared.shape))
+
+    def put(self, local: Mapping[str, Tensor], keep: float = 0.0) -> None:
+        """Let this island go on with the averages that have come, and a share of its own."""
+        averaged = self._averaged
+        for name, shared, one in self.changed(local):
+            if name in averaged:
+                _put(one, shared, keep)
+
+    def put_all(self, local: Mapping[str, Tensor]) -> None:
+        """Let this island go on with the shared values of all of them."""
+        for _, shared, one in self.changed(local):
+            _put(one, shared)
+
+    def changed(self, local: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield those that are not what is shared: their names, shared values, and this island's.
+
+        A buffer that is gone, or has another shape, is this island's own.
+        """
+        for name, shared in self:
+            one = local.get(name)
+            if one is None or one.shape != shared.shape:
+                continue
+            if not torch.allclose(shared.to(one.dtype), one, rtol=0, atol=0, equal_nan=True):
+                yield name, shared, one
+
+    @property
+    def _averaged(self) -> set[str]:
+        return {name for (name, _), flag in zip(self, self.averaged, strict=True) if flag}
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for vector in self.vectors:
+            for name in vector.places:
+                yield name, vector.view(vector.shared, name)
 
 
 class Shared:
@@ -92,30 +197,24 @@ class Shared:
 
     Attributes
     ----------
+    model
+        This island's model.
     fragments
-        The vectors of each fragment.
+        The vectors of each fragment of the parameters.
+    buffers
+        The buffers, which take their turn with the first.
     optimizer
         The outer optimiser. Its learning rate may be changed, alike on all islands.
     """
 
-    def __init__(
-        self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], method: Method
-    ) -> None:
-        dealt = _dealt(parameters, method.fragments)
-        everything = (*parameters.values(), *buffers.values())
-        dtypes = sorted({wide_dtype(one.dtype) for one in everything}, key=str)
-        self.fragments: list[list[Vector]] = [[] for _ in dealt]
-        for dtype in dtypes:
-            parts = [
-                (_of_dtype(part, dtype), _of_dtype(buffers if number == 0 else {}, dtype))
-                for number, part in enumerate(dealt)
-            ]
-            sizes = [sum(one.numel() for group in part for one in group.values()) for part in parts]
-            scratch = torch.zeros(padded(max(sizes)), dtype=dtype, device=everything[0].device)
-            for fragment, (own, averaged), size in zip(self.fragments, parts, sizes, strict=True):
-                if size:
-                    fragment.append(Vector(own, averaged, scratch))
-        self._leaves = [torch.nn.Parameter(one.shared[: one.optimized]) for one in self.vectors]
+    def __init__(self, model: Model, method: Method) -> None:
+        self.model, self.buffers = model, Buffers(model.buffers)
+        scratch: dict[torch.dtype, Tensor] = {}
+        self.fragments = [
+            [Vector(part, dtype, scratch) for dtype, part in _by_dtype(dealt).items()]
+            for dealt in _dealt(model.parameters, method.fragments)
+        ]
+        self._leaves = [torch.nn.Parameter(one.shared) for one in self._vectors]
         self.optimizer = torch.optim.SGD(
             self._leaves, method.lr, method.momentum, nesterov=method.nesterov, fused=True
         )
@@ -125,9 +224,18 @@ class Shared:
         self._rate = torch.zeros(1, dtype=torch.float64)
 
     @property
-    def vectors(self) -> list[Vector]:
-        """The vectors of all fragments."""
+    def device(self) -> torch.device:
+        """Where the shared values are."""
+        return self._leaves[0].device
+
+    @property
+    def _vectors(self) -> list[Vector]:
         return [vector for fragment in self.fragments for vector in fragment]
+
+    @property
+    def vectors(self) -> list[Vector]:
+        """The vectors of all fragments, and of the buffers."""
+        return [*self._vectors, *self.buffers.vectors]
 
     @property
     def momenta(self) -> list[Tensor]:
@@ -164,29 +272,46 @@ class Shared:
         }
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the shared values, and the outer momentum, by name."""
-        momenta = self.momenta
-        for number, vector in enumerate(self.vectors):
-            for name, (_, stop) in vector.places.items():
+        """Yield the shared values, and the outer momentum, by name, of shards flat."""
+        momenta = {id(one): other for one, other in zip(self._vectors, self.momenta, strict=False)}
+        for vector in self.vectors:
+            for name in vector.places:
                 yield f"shared.{name}", vector.view(vector.shared, name)
-                if momenta and stop <= vector.optimized:
-                    yield f"momentum.{name}", vector.view(momenta[number], name)
+                if (momentum := momenta.get(id(vector))) is not None:
+                    yield f"momentum.{name}", vector.view(momentum, name)
+
+    def shifting(self) -> Callable[[], None]:
+        """Return what moves this island's values as the shared ones will have moved since now."""
+        parameters = [vector.shared.clone() for vector in self._vectors]
+        buffers = {name: shared.clone() for name, shared in self.buffers}
+
+        def shift() -> None:
+            for vector, before in zip(self._vectors, parameters, strict=True):
+                vector.shift(self.model.parameters, before)
+            for name, shared, one in self.buffers.changed(self.model.buffers):
+                one.add_(shared - buffers[name])
+
+        return shift
+
+    def put(self) -> None:
+        """Let this island go on with all that is shared."""
+        for vector in self._vectors:
+            vector.put(self.model.parameters)
+        self.buffers.put_all(self.model.buffers)
 
     def step(self, fragment: Sequence[Vector]) -> None:
-        """Update the shared values by the averages that have come."""
-        for vector, leaf in zip(self.vectors, self._leaves, strict=True):
-            chosen = vector in fragment
-            leaf.grad = vector.moved[: vector.optimized] if chosen else None
-            if chosen:
-                vector.shared[vector.optimized :].sub_(vector.moved[vector.optimized :])
+        """Update a fragment's shared parameters, and buffers, by the averages that have come."""
+        for vector, leaf in zip(self._vectors, self._leaves, strict=True):
+            leaf.grad = vector.moved if vector in fragment else None
         self.optimizer.step()
         for leaf in self._leaves:
             leaf.grad = None
+        self.buffers.step()
 
-    def digest(self, fragment: Sequence[Vector]) -> int:
+    def digest(self, vectors: Sequence[Vector]) -> int:
         """Return 62 bits that differ, as good as surely, if the shared values of islands do."""
         total = 0
-        for vector in fragment:
+        for vector in vectors:
             for start in range(0, vector.shared.numel(), _CHUNK):
                 words = vector.shared[start : start + _CHUNK].view(torch.int64)
                 places = torch.arange(words.numel(), device=words.device).add_(start)
@@ -196,13 +321,25 @@ class Shared:
         return total >> 2
 
 
+def _put(local: Tensor, shared: Tensor, keep: float = 0.0) -> None:
+    """Let a tensor become what is shared, but for a share of its own."""
+    if keep:
+        local.lerp_(shared.to(local.dtype), 1 - keep)
+    else:
+        local.copy_(shared)
+
+
 def padded(size: int) -> int:
     """Return a multiple of some elements that is at least ``size``."""
     return -(-size // _WORDS) * _WORDS
 
 
-def _of_dtype(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    return {name: one for name, one in tensors.items() if wide_dtype(one.dtype) == dtype}
+def _by_dtype(tensors: Mapping[str, Tensor]) -> dict[torch.dtype, dict[str, Tensor]]:
+    """Return the tensors of each wide dtype."""
+    found: dict[torch.dtype, dict[str, Tensor]] = {}
+    for name, one in tensors.items():
+        found.setdefault(wide_dtype(one.dtype), {})[name] = one
+    return {dtype: found[dtype] for dtype in sorted(found, key=str)}
 
 
 def _dealt(tensors: Mapping[str, Tensor], fragments: int) -> list[dict[str, Tensor]]:

@@ -24,7 +24,23 @@ def checked_optimizers(given: Optimizer | Sequence[Optimizer] | None) -> list[Op
     optimizers = list(several) if isinstance(several, Sequence) else [several]
     for one in optimizers:
         check_type(one, Optimizer, "optimizer")
-    return optimizers
+    return [_with_hooks(one) for one in optimizers]
+
+
+def _with_hooks(optimizer: Optimizer) -> Optimizer:
+    """Return an optimiser, or the one inside of it that does its steps.
+
+    Some that wrap another, as Accelerate's, are Optimizers without what the class would set up.
+    """
+    while "_optimizer_step_post_hooks" not in vars(optimizer):
+        inside = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
+        if len(inside) != 1:
+            raise InputError(
+                f"{type(optimizer).__name__} takes no hooks, which torch.optim.Optimizer.__init__"
+                " sets up; give the optimiser that it wraps"
+            )
+        optimizer = inside[0]
+    return optimizer
 
 
 def check_arguments(

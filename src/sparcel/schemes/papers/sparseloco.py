@@ -27,7 +27,7 @@ class SparseLoCo(Selecting):
     def _exchange(self, ledger: Ledger, wire: Wire) -> SparseStream:
         size = ledger.sent.size
         packet = wire.pack(ledger.sent)
-        expected = [Expected.like(packet.stream, ledger.most)] * wire.size
+        expected = [Expected.like(packet.stream, ledger.most, stays_sparse=True)] * wire.size
         streams = wire.gather(packet, expected)
         finite = all(stream.finite for stream in streams)
         total, counts = packet.stream.values.new_zeros(2, size)

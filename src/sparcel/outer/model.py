@@ -1,0 +1,148 @@
+"""What islands share of a model: its tensors by name, as they are at the moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from sparcel._checks import FLOAT_DTYPES, all_finite
+from sparcel.errors import InputError
+from sparcel.training.names import model_names
+
+_WAY_OUT = (
+    "change a model on all islands alike right after an outer step: close(), change it, and attach"
+    " again"
+)
+
+
+class Model:
+    """A model whose parameters are exchanged, and its buffers averaged.
+
+    Memory may be moved, and modules replaced, as long as the parameters to train keep their names
+    and shapes. Of a sharded model, tensors are this rank's shards. Complex tensors have one more
+    dimension, of 2.
+
+    Parameters
+    ----------
+    module
+        The model, which may be wrapped.
+    averages
+        Whether buffers become averages.
+
+    Attributes
+    ----------
+    parameters
+        The parameters to train, by their names in the model before it was wrapped.
+    whole
+        Those of them that are sharded, whole.
+    buffers
+        The buffers that become averages if any island changes them: those of floats, but no vectors
+        of a power iteration, which belong to the weights of one island, and no masks.
+
+    Raises
+    ------
+    InputError
+        When a model cannot be exchanged, or has changed since.
+    """
+
+    def __init__(self, module: nn.Module, averages: bool) -> None:
+        self._module, self._averages = module, averages
+        self.parameters: dict[str, Tensor] = {}
+        self.look()
+        if not self.parameters:
+            raise InputError("the model has no parameters to train")
+        self._agreed = {name: _described(one) for name, one in self.parameters.items()}
+        self._kept: dict[str, Tensor] = {}
+        self.keep()
+
+    def look(self) -> None:
+        """Look for the tensors anew."""
+        for module in self._module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        named, buffered = dict(self._module.named_parameters()), dict(self._module.named_buffers())
+        plain = model_names([*named, *buffered])
+        found = {
+            plain[name]: one
+            for name, one in named.items()
+            if one.requires_grad or plain[name] in self.parameters
+        }
+        if self.parameters:
+            self._check(found)
+        else:
+            _check_trainable(found)
+        self.whole: dict[str, DTensor] = {
+            name: one for name, one in found.items() if isinstance(one, DTensor)
+        }
+        self.parameters = {name: _local(one) for name, one in found.items()}
+        own = set(_power_iterations(self._module))
+        floats = {n: one for n, one in buffered.items() if one.dtype in FLOAT_DTYPES}
+        self.buffers, self._local = dict[str, Tensor](), dict[str, Tensor]()
+        for name, one in floats.items():
+            if "mask" in name.rpartition(".")[2]:
+                continue
+            averaged = self._averages and id(one) not in own
+            (self.buffers if averaged else self._local)[plain[name]] = _local(one)
+
+    def keep(self) -> None:
+        """Keep what this island's own buffers hold, if it is finite."""
+        if all(map(all_finite, self._local.values())):
+            self._kept = {name: one.clone() for name, one in self._local.items()}
+
+    def restore(self) -> None:
+        """Bring back what `keep` has kept of buffers that hold NaN or Inf now."""
+        for name, one in self._local.items():
+            kept = self._kept.get(name)
+            if kept is not None and kept.shape == one.shape and not all_finite(one):
+                one.copy_(kept)
+
+    def _check(self, found: dict[str, nn.Parameter]) -> None:
+        for name in dict.fromkeys([*self._agreed, *found]):
+            agreed = self._agreed.get(name, "frozen, or not there")
+            now = _described(_local(found[name])) if name in found else "no parameter of the model"
+            if now != agreed:
+                raise InputError(
+                    f"when islands began, {name!r} was {agreed}, and is {now} now; {_WAY_OUT}"
+                )
+
+
+def _check_trainable(found: dict[str, nn.Parameter]) -> None:
+    for name, one in found.items():
+        if is_lazy(one) or one.is_meta:
+            raise InputError(
+                f"{name!r} has no values yet; attach after it was made on a device and initialised"
+            )
+        local = _local(one)
+        if local.dtype not in FLOAT_DTYPES:
+            raise InputError(
+                f"{name!r} must hold floats of 16 bits or more to be exchanged, got {one.dtype}"
+            )
+        if not all_finite(local):
+            raise InputError(f"{name!r} holds NaN or Inf, with which nothing can begin")
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return a tensor's values, or this rank's, as floats that share its memory."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return torch.view_as_real(local) if local.is_complex() else local
+
+
+def _described(tensor: Tensor) -> str:
+    return f"of shape {list(tensor.shape)} on {tensor.device}"
+
+
+def _power_iterations(model: nn.Module) -> Iterator[int]:
+    """Yield the ids of buffers that are vectors of spectral norms."""
+    for module in model.modules():
+        if isinstance(module, _SpectralNorm):
+            yield from map(id, module.buffers(recurse=False))
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                yield from (id(getattr(module, f"{hook.name}_{end}")) for end in "uv")
