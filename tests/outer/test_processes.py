@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from sparcel import simulate
@@ -43,42 +54,56 @@ def test_processes_do_what_the_simulated_cluster_does(
         assert same(found[1], there[1])
 
 
+def island_of_two(wrap: str) -> tuple[nn.Module, DeviceMesh]:
+    """Return a model that two of four ranks train together, and the ranks that exchange it."""
+    names = "islands", "replicate", "shard", "tp"
+    sizes = {"ddp": (2, 2, 1, 1), "fsdp": (2, 1, 2, 1), "hsdp": (2, 2, 1, 1), "tp": (2, 1, 1, 2)}
+    mesh = init_device_mesh("cpu", sizes[wrap], mesh_dim_names=names)
+    if wrap == "ddp":
+        return DistributedDataParallel(Net(), process_group=mesh["replicate"].get_group()), mesh
+    if wrap in ("fsdp", "hsdp"):
+        return sharded(mesh["shard"] if wrap == "fsdp" else mesh["replicate", "shard"]), mesh
+    model = Net(inner=64)
+    for block in model.blocks:
+        plan = {"inner.0": ColwiseParallel(), "inner.2": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], plan)
+    return fully_shard(model, mesh=mesh["shard"]), mesh
+
+
 def train_inside(comm: Communicator, wrap: str, method: str, poison: bool) -> Any:
     """Train two islands of two ranks; return what each has, and whether it exchanges."""
-    mesh = mesh_of(2, 2)
-    model: nn.Module
-    if wrap == "ddp":
-        model = DistributedDataParallel(Net(), process_group=mesh["shard"].get_group())
-    else:
-        model = sharded(mesh["shard"])
+    model, mesh = island_of_two(wrap)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    outer = attach(model, optimizer, method, every=2, islands=mesh["replicate"])
+    outer = attach(model, optimizer, method, every=2, islands=mesh["islands"])
+    island = comm.rank // 2
     for step in range(8):
         optimizer.zero_grad()
-        loss = loss_of(model, comm.rank, step)
-        (loss * torch.nan if poison and comm.rank >= 2 and step == 3 else loss).backward()
+        loss = loss_of(model, island if wrap == "tp" else comm.rank, step)
+        (loss * torch.nan if poison and island and step == 3 else loss).backward()
         optimizer.step()
     found = [whole(one) for one in model.parameters()]
-    steps = outer.steps
+    shared = [one.double().flatten() for one in outer.shared.values()]
+    told = outer.steps, outer.islands, outer.optimizer.param_groups[0]["lr"]
     outer.close()
-    return found, steps, isinstance(outer, Outer)
+    return found, shared, told, isinstance(outer, Outer)
 
 
 @pytest.mark.parametrize("poison", [False, True], ids=["", "poison"])
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp", "hsdp", "tp"])
 @pytest.mark.parametrize("method", ["default", "diloco"])
 @pytest.mark.parametrize("world_size", [4])
 def test_islands_of_two_ranks(
     run_on: Callable[..., list[Any]], world_size: int, wrap: str, method: str, poison: bool
 ) -> None:
     results = run_on(world_size, train_inside, wrap, method, poison)
-    for parameters, steps, _ in results:
-        assert steps == 4
+    for rank, (parameters, shared, told, exchanges) in enumerate(results):
+        assert told == (4, 2, 0.7)
         for one, other in zip(parameters, results[0][0], strict=True):
             assert bool(one.isfinite().all())
             assert torch.equal(one, other)
-    exchanging = [True, False] * 2 if wrap == "ddp" else [True] * 4
-    assert [exchanges for _, _, exchanges in results] == exchanging
+        if wrap in ("ddp", "hsdp"):  # each rank has all
+            assert all(map(torch.equal, shared, parameters))
+        assert exchanges == (wrap in ("fsdp", "tp") or rank % 2 == 0)
 
 
 @pytest.mark.parametrize("world_size", [4])
@@ -90,3 +115,78 @@ def test_copies_and_shards_of_an_island_train_alike(
     )
     for one, other in zip(copies, shards, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+class Sharded:
+    """One rank of an island of two, which meets another island at a place."""
+
+    def __init__(self, mesh: DeviceMesh, place: str, least: int, seed: int = 0) -> None:
+        self.island, self.done = mesh.get_local_rank("replicate"), 0
+        self.model = sharded(mesh["shard"])
+        with torch.no_grad():
+            for one in self.model.parameters():
+                one.add_(seed)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        outer = attach(self.model, self.optimizer, every=2, islands=place, least=least, patience=20)
+        assert isinstance(outer, Outer)
+        self.outer = outer
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        loss_of(self.model, self.island, self.done).backward()
+        self.optimizer.step()
+        self.done += 1
+
+    def together(self, steps: int) -> Sharded:
+        """Go on until two islands have done so many outer steps."""
+        while self.outer.islands < 2:
+            self.step()
+        last = self.outer.steps + steps
+        while self.outer.steps < last:
+            self.step()
+        return self
+
+    def whole(self) -> list[Tensor]:
+        return [whole(one) for one in self.model.parameters()]
+
+
+def meet(comm: Communicator, place: str) -> Any:
+    """Let an island join another one; restart both at another place, from their checkpoints."""
+    mesh = mesh_of(2, 2)
+    if comm.rank < 2:
+        island = Sharded(mesh, place, 1)
+        while island.outer.steps < 2:
+            island.step()
+    dist.barrier()
+    if comm.rank >= 2:  # it begins with other parameters, which do not count
+        island = Sharded(mesh, place, 1, seed=1)
+    island.together(3)
+    states = copy.deepcopy(
+        [one.state_dict() for one in (island.model, island.optimizer, island.outer)]
+    )
+    assert isinstance(states[2]["shared.first.weight"], DTensor)
+    for _ in range(4):
+        island.step()
+    steps, done, found = island.outer.steps, island.done - 4, island.whole()
+    island.outer.close()
+    again = Sharded(mesh, f"{place}-again", 2, seed=2)
+    for one, state in zip((again.model, again.optimizer, again.outer), states, strict=True):
+        one.load_state_dict(state)
+    again.done = done
+    for _ in range(4):
+        again.step()
+    assert again.outer.steps == steps
+    resumed = again.whole()
+    again.outer.close()
+    return found, resumed
+
+
+@pytest.mark.parametrize("world_size", [4])
+def test_sharded_islands_join_and_return(
+    run_on: Callable[..., list[Any]], world_size: int, tmp_path: Path
+) -> None:
+    results = run_on(world_size, meet, f"{tmp_path}/run")
+    for found, resumed in results:
+        for one, other, first in zip(found, resumed, results[0][0], strict=True):
+            assert torch.equal(one, first)
+            assert torch.equal(other, first)

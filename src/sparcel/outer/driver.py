@@ -162,7 +162,6 @@ class Outer:
         if not self._finite:
             self._begin_anew()
         elif outcome == "done":
-            self._weights.step(self._turn)
             model, keep = self._shared.model, self._method.keep
             model.look()
             for vector in self._fragment:
@@ -363,6 +362,7 @@ class Outer:
         if not finite:
             return "void"
         self._shared.step(fragment)
+        self._weights.step(self._turn)
         if self._method.decay != 1:
             averager.decay([name for one in fragment for name in one.places], self._method.decay)
         return "done"
