@@ -279,6 +279,29 @@ def test_an_island_that_goes_on_from_what_is_shared_says_why(buffers: Any) -> No
     on_islands(on_rank)
 
 
+def test_a_buffer_that_holds_nan_is_left_out_and_heals() -> None:
+    """As after a forward pass that overflows, whose step a GradScaler skips."""
+
+    def on_rank(comm: Communicator) -> Any:
+        model = Net()
+        model.register_buffer("mean", torch.zeros(2))
+        island = Island(comm, model)
+
+        def change() -> None:
+            model.mean.add_(comm.rank)
+            if comm.rank == 1:
+                model.mean[0] = torch.inf
+
+        if comm.rank == 1:
+            with pytest.warns(SparcelWarning, match="the buffers .'mean'. hold NaN or Inf"):
+                island.steps(2, change)
+        else:
+            island.steps(2, change)
+        return model.mean.tolist(), model.layer.bias.tolist()
+
+    assert on_islands(on_rank) == [([pytest.approx(4 / 3)] * 2, [4.0] * 3)] * 3
+
+
 STATE = nn.Sequential(
     parametrizations.spectral_norm(nn.Linear(8, 8)), nn.BatchNorm1d(8)
 ).state_dict()

@@ -180,6 +180,7 @@ def test_an_island_with_nan_is_left_out_or_makes_the_step_void(
         moved = {tensor: shared[tensor] - one for tensor, one in island.before.items()}
         assert all(bool(one.isfinite().all()) for one in (*local.values(), *kept.values()))
         assert same(after, shared) == void
+        assert island.outer.stats().void_steps == void
         assert not void or same(kept, memory)
         assert same(local, after) == (not void or comm.rank in values)
         island.step()

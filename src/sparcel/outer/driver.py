@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Literal, cast
+from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparcel._checks import check_type
 from sparcel.comm import Job, SimulatedCommunicator
-from sparcel.errors import CommunicationError, InputError, MismatchError, few, warn
+from sparcel.errors import CommunicationError, MismatchError, few, warn
+from sparcel.outer import saved
 from sparcel.outer.island import Copies, Shards, count_steps, forget_spoilt
 from sparcel.outer.islands import Elastic, Fixed, Islands
 from sparcel.outer.method import Method
@@ -32,8 +32,6 @@ Outcome = Literal["done", "void", "again", "late"]
 _NUMBERS = ("clock", "steps", "ends", "outcome", "finite", "place", "island", "order", "at")
 _OUTCOMES: tuple[Outcome | None, ...] = (None, "done", "void")
 """The outcomes that a state may hold, by their numbers there."""
-
-_WAY_OUT = "give what outer.state_dict() returned for the same model and method"
 
 
 class Outer:
@@ -69,6 +67,8 @@ class Outer:
         """How many inner steps have been done, by which outer steps are due."""
         self._visiting = False
         self._connected = islands.comm
+        self._void = 0
+        """How many attempts nothing was exchanged in, because of NaN or Inf."""
         self._under_way: Job[Outcome] | None = None
         self._ends = 0
         """After how many inner steps the island goes on with what is under way."""
@@ -115,7 +115,8 @@ class Outer:
 
     def stats(self) -> Stats:
         """Return what the outer steps have cost so far; the counts are this rank's."""
-        return self._averager.handle.stats()
+        stats = self._averager.handle.stats()
+        return replace(stats, void_steps=stats.void_steps + self._void)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Count the steps of the last of these optimisers from now on."""
@@ -207,15 +208,13 @@ class Outer:
             **self._islands.numbers(),
         }
         memory = self._averager.handle.state_dict()
-        if not isinstance(self._islands, Fixed):
-            memory = _of_rank(memory, 0, 1)
         return {
             **{name: torch.tensor(number) for name, number in numbers.items()},
             "rate": torch.tensor(self._shared.rate, dtype=torch.float64),
             "counted": self._weights.state,
             "averaged": torch.tensor(self._shared.buffers.averaged),
-            **{name: self._whole(name, tensor.clone()) for name, tensor in self._shared.named()},
-            **{f"averager.{name}": tensor for name, tensor in memory.items()},
+            **saved.copied(self._shared.named(), self._shard),
+            **saved.entries_of(memory, alone=not isinstance(self._islands, Fixed)),
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -231,29 +230,13 @@ class Outer:
         InputError
             When an entry is missing or does not fit.
         """
-        check_type(state, Mapping, "state", _WAY_OUT)
-        expected = dict.fromkeys((*_NUMBERS, "rate"), torch.zeros(()))
         averaged = torch.tensor(self._shared.buffers.averaged)
+        expected = dict.fromkeys((*_NUMBERS, "rate"), torch.zeros(()))
         expected |= {"counted": self._weights.state, "averaged": averaged}
-        expected |= dict(self._shared.named())
-        found: dict[str, Tensor] = {}
-        for name, tensor in expected.items():
-            if name not in state:
-                raise InputError(f"the state has no {name!r}; {_WAY_OUT}")
-            found[name] = self._own(name, state[name])
-            if found[name].numel() != tensor.numel():
-                raise InputError(
-                    f"the state's {name!r} must have shape {list(tensor.shape)}, got"
-                    f" {list(found[name].shape)}; {_WAY_OUT}"
-                )
-        memory = {
-            name.removeprefix("averager."): tensor
-            for name, tensor in state.items()
-            if name.startswith("averager.")
-        }
+        found = saved.checked(state, expected | dict(self._shared.named()), self._shard)
         comm, numbers = self._averager.comm, {name: int(state[name]) for name in _NUMBERS}
-        if not isinstance(self._islands, Fixed):
-            memory = _of_rank(memory, comm.rank, comm.size)
+        is_fixed = isinstance(self._islands, Fixed)
+        memory = saved.memory_of(state, None if is_fixed else (comm.rank, comm.size))
         if isinstance(self._islands, Elastic) and not self._islands.resume(numbers):
             self._put()
             warn(
@@ -265,7 +248,7 @@ class Outer:
         self._averager.handle.load_state_dict(memory)
         self._undone = False
         for name, tensor in self._shared.named():
-            tensor.copy_(found[name].view(tensor.shape))
+            tensor.copy_(found[name])
         self._shared.rate, self._weights.state = float(state["rate"]), state["counted"]
         self._shared.buffers.averaged = state["averaged"].tolist()
         self._pace.begin()
@@ -318,21 +301,23 @@ class Outer:
         model.look()
         self._weight = self._weights.move(self._turn)
         self._spoilt = [name for one in self._fragment for name in one.move(model.parameters)]
-        buffers.moved = {}
-        if self._turn == 0:
-            self._spoilt += buffers.move(model.buffers)
         self._finite = self._shards.all(not self._spoilt)
-        if not self._finite:
-            buffers.moved = {}
+        averages = self._finite and self._turn == 0
+        if spoilt := buffers.move(model.buffers if averages else {}):
+            warn(
+                f"the buffers {few(spoilt)} hold NaN or Inf: this island leaves them out of the"
+                " average, and goes on with it"
+            )
 
     @torch.no_grad()
     def _attempt(self) -> Outcome:
         """Exchange the fragment, and update what is shared of it."""
         islands, averager, fragment = self._islands, self._averager, self._fragment
-        finite = arrived = False
+        finite = arrived = decides = False
 
         def decide(ended_finite: bool) -> bool:
-            nonlocal finite, arrived
+            nonlocal finite, arrived, decides
+            decides = True
             arrived, finite = islands.decide(True, ended_finite)
             return arrived and finite
 
@@ -346,6 +331,7 @@ class Outer:
             some_do_not = counting < averager.comm.size
             if not counting or (some_do_not and self._poison == "void"):
                 decide(False)
+                self._void += 1
             else:
                 share = own * averager.comm.size / counting  # memory counts once
                 for vector in fragment:
@@ -354,7 +340,7 @@ class Outer:
                 self._shared.buffers.queue(averager, share)
                 averager.finish(decide)
         except CommunicationError:
-            if isinstance(islands, Fixed):
+            if isinstance(islands, Fixed) or decides:
                 raise
             islands.decide(False, False)
         if not arrived:
@@ -468,20 +454,6 @@ class Outer:
         if isinstance(self._islands, Elastic):
             self._islands.begin(self.steps, self._digest(self._shared.vectors))
 
-    def _whole(self, key: str, part: Tensor) -> Tensor:
-        """Return an entry of the state, sharded as the parameter of its name is."""
-        name = key.partition(".")[2]
-        if self._shard is None or name not in self._shard.tensors:
-            return part
-        return self._shard.distributed(name, part.flatten())
-
-    def _own(self, key: str, entry: Tensor) -> Tensor:
-        """Return this rank's part of an entry of the state."""
-        name = key.partition(".")[2]
-        if self._shard is None or name not in self._shard.tensors:
-            return entry
-        return cast("Tensor", self._shard.local(name, entry))
-
 
 def _scale(moved: Tensor, share: float) -> None:
     """Multiply a pseudo-gradient, which may hold NaN or Inf if it counts nothing."""
@@ -496,12 +468,3 @@ def _ended(outcome: Outcome) -> Job[Outcome]:
     ended = Job(lambda: outcome)
     ended.run()
     return ended
-
-
-def _of_rank(memory: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
-    """Return the entries of the one rank that a state has, as those of a rank of so many."""
-    renamed = {
-        re.sub(r"^(rank|velocity)\d+\.", rf"\g<1>{rank}.", name): tensor
-        for name, tensor in memory.items()
-    }
-    return {**renamed, "world_size": torch.tensor(size)}

@@ -112,11 +112,15 @@ class Buffers:
         self._queued: list[tuple[Vector, Tensor, Mapping[str, Range]]] = []
 
     def move(self, local: Mapping[str, Tensor]) -> list[str]:
-        """Find out what this island has changed; return those that are not finite any more."""
+        """Find out what this island has changed.
+
+        Return those that are not finite any more: they count as if they had not changed.
+        """
         self.moved, spoilt = {}, list[str]()
         for name, shared, one in self.changed(local):
             self.moved[name] = shared.to(one.dtype).to(shared.dtype) - one
             if all_finite(shared) and not all_finite(one):
+                self.moved[name] = torch.zeros_like(shared)
                 spoilt.append(name)
         return spoilt
 
