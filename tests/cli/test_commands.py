@@ -55,6 +55,11 @@ BAD_RATES: dict[str, bytes | None] = {
 }
 
 
+def test_no_command_waits_for_torch_before_it_needs_it() -> None:
+    code = "import sys, sparcel.cli; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @pytest.mark.parametrize("kind", [*BAD_RATES, "a folder"])
 @pytest.mark.parametrize("command", [["plan"], BENCH])
 def test_bad_rates_are_reported_in_one_line(

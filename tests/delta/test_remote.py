@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from sparcel.delta import Folder, Publisher, Store, Subscriber, read_index, store_at
 from sparcel.delta.index import INDEX
-from sparcel.delta.stores import ExclusiveStore
 from sparcel.errors import InputError, MissingDependencyError, VersionError
+from sparcel.stores import ExclusiveStore
 from tests.delta.histories import history, sums_of
 from tests.delta.pairs import same
 

@@ -29,8 +29,8 @@ from sparcel.delta import index as indices
 from sparcel.delta.chunk import read_chunk
 from sparcel.delta.files import File, delta_file
 from sparcel.delta.index import INDEX, write_index
-from sparcel.delta.stores import remote
 from sparcel.errors import FormatError, InputError, SparcelError, VersionError
+from sparcel.stores import remote
 from tests.delta.histories import history
 from tests.delta.pairs import same
 

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from sparcel.comm import Communicator, ConnectedCommunicator
-from sparcel.delta.stores import Store
 from sparcel.outer.bucket import BucketRendezvous, BucketStore
+from sparcel.stores import Store
 
 PATIENCE = 60.0
 """Longer than any exchange takes, so that only an island that nobody waits for is late."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sparcel.errors import MismatchError
-from sparcel.outer.meeting import Server
+from sparcel.meeting import Server
 from tests.outer.islands import Model, Named, Training, same
 
 PATIENCE = 2.0

@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from sparcel.comm import Communicator
 from sparcel.delta import Folder
 from sparcel.errors import CommunicationError, SparcelWarning
+from sparcel.meeting import Meeting, Server
 from sparcel.outer import Method, Outer, attach
 from sparcel.outer.actions import Create, Now, Read, Wait
 from sparcel.outer.islands import pause_after
-from sparcel.outer.meeting import Meeting, Server
 from sparcel.outer.model import Model
 from sparcel.outer.places import ASKED_SECONDS
 from sparcel.outer.protocol import Protocol, beat_seconds

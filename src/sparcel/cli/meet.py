@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from sparcel.outer.meeting import Server
-from sparcel.outer.places import PORT
+from sparcel.meeting import PORT, Server
 
 _SHOWN_SECONDS = 2.0
 

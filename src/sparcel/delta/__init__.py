@@ -19,9 +19,9 @@ from sparcel.delta.encoding import encode, version_of
 from sparcel.delta.index import Entry, Index, read_index
 from sparcel.delta.publisher import Publisher
 from sparcel.delta.sharded import ShardedPublisher
-from sparcel.delta.stores import Folder, Store, store_at
 from sparcel.delta.subscriber import Ready, Subscriber, Update
 from sparcel.errors import FormatError, InputError, VersionError
+from sparcel.stores import Folder, Store, store_at
 
 __all__ = [
     "Arriving",

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sparcel.delta.chunk import Version, is_too_nested, loads, malformed, whole
-from sparcel.delta.stores import DoubtedStore, Store, read_at_most, store_at
 from sparcel.errors import InputError, VersionError, few
+from sparcel.stores import DoubtedStore, Store, read_at_most, store_at
 
 INDEX = "index.json"
 _FORMAT = "sparcel-delta-1"

@@ -11,8 +11,8 @@ from sparcel._checks import checked_whole
 from sparcel.delta.chunk import MOST_NUMBER, Version
 from sparcel.delta.files import File
 from sparcel.delta.index import INDEX, Entry, Index, index_in, write_index
-from sparcel.delta.stores import Folder, Store
 from sparcel.errors import FormatError, InputError, VersionError
+from sparcel.stores import Folder, Store
 
 _OURS = re.compile(
     r"(((?P<delta>delta-\d{10,}-\d{10,})|anchor-\d{10,})-[0-9a-f]{16}(\.\d{4,})?\.safetensors"

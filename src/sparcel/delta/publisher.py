@@ -19,9 +19,9 @@ from sparcel.delta.files import File, anchor_file, check_storable, delta_file
 from sparcel.delta.index import Entry, Index, file_name
 from sparcel.delta.index_writer import IndexWriter
 from sparcel.delta.parts import Part, Weights, parts_of, tensors_of, untied
-from sparcel.delta.stores import Folder, Store, store_at
 from sparcel.delta.subscriber import Subscriber
 from sparcel.errors import FormatError, InputError, VersionError, checked_name, shown
+from sparcel.stores import Folder, Store, store_at
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from sparcel.delta.index import file_name
 from sparcel.delta.index_writer import IndexWriter
 from sparcel.delta.parts import Part, Weights, parts_of, tensors_of, ties_of, untied
 from sparcel.delta.pieces import Piece
-from sparcel.delta.stores import Store, store_at
 from sparcel.errors import InputError, MismatchError, VersionError, checked_name, shown
+from sparcel.stores import Store, store_at
 
 T = TypeVar("T")
 

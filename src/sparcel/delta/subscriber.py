@@ -29,8 +29,8 @@ from sparcel.delta.encoding import version_of
 from sparcel.delta.files import File
 from sparcel.delta.index import Entry, Index, read_index
 from sparcel.delta.parts import tensors_of
-from sparcel.delta.stores import Store, read_at_most, store_at
 from sparcel.errors import FormatError, InputError, VersionError, shown
+from sparcel.stores import Store, read_at_most, store_at
 
 _SPARE = 1 << 20
 """Bytes of a file beside what follows from the weights."""

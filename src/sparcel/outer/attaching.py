@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from sparcel._checks import check_type, checked_number, checked_whole
 from sparcel.comm import Group, digest, ranks_with_other
-from sparcel.delta.stores import Store
 from sparcel.errors import InputError, MismatchError, checked_name, warn
 from sparcel.outer.driver import Outer, Poison
 from sparcel.outer.island import Copies, Follower, Ranks, Shards
@@ -26,6 +25,7 @@ from sparcel.outer.pace import Pace
 from sparcel.outer.places import meeting_at
 from sparcel.outer.shared import Shared
 from sparcel.schemes import Scheme
+from sparcel.stores import Store
 from sparcel.training import Averager
 from sparcel.training.checks import checked_optimizers, warn_if_alone
 

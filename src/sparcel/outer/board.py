@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from typing import TypeVar
 
-from sparcel.delta.stores import ExclusiveStore
 from sparcel.errors import CommunicationError
+from sparcel.stores import ExclusiveStore
 
 T = TypeVar("T")
 
 _ROOT = "run-"
 """What the names of an island's files begin with."""
 
-_FIRST_PAUSE, _MOST_PAUSE = 0.05, 2.0
+_FIRST_PAUSE, _MOST_PAUSE = 0.05, 0.5
 """How long to wait before a request that has failed is made again: at first, and at most."""
 
 _LAST = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)

@@ -1,7 +1,7 @@
 """A communicator of ranks that reach the same files, and not one another.
 
 A message is a file, and so is a key of the store by which ranks meet. The place needs no more than
-`sparcel.delta.stores.ExclusiveStore` says: a folder that all ranks mount, or an object store.
+`sparcel.stores.ExclusiveStore` says: a folder that all ranks mount, or an object store.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from sparcel.comm import (
     Rendezvous,
     digest,
 )
-from sparcel.delta.stores import ExclusiveStore, Folder, store_at
-from sparcel.delta.stores import Store as Place
 from sparcel.errors import InputError, MismatchError, shown
+from sparcel.meeting import Meeting
 from sparcel.ops import Op
 from sparcel.outer.board import Patient
-from sparcel.outer.meeting import Meeting
+from sparcel.stores import ExclusiveStore, Folder, store_at
+from sparcel.stores import Store as Place
 
 _ROOT = "meet-"
 """What all names of files begin with."""

@@ -10,16 +10,13 @@ import torch
 
 from sparcel.comm import ConnectedCommunicator, address_of_interface, address_towards
 from sparcel.comm.torch import TorchCommunicator, TorchRendezvous
-from sparcel.delta.stores import Store as Bucket
 from sparcel.errors import CommunicationError, InputError, public_url
+from sparcel.meeting import PORT, Meeting
 from sparcel.outer.board import Board, Patient
 from sparcel.outer.bucket import BucketRendezvous, BucketStore
 from sparcel.outer.islands import Place
-from sparcel.outer.meeting import Meeting
 from sparcel.outer.protocol import LONGEST
-
-PORT = 29400
-"""Where ``sparcel meet`` listens unless it is told."""
+from sparcel.stores import Store as Bucket
 
 LOOKED_SECONDS, ASKED_SECONDS = 0.5, 2.0
 """How long to wait at most between two looks at a place of our own, and at one that is paid for."""

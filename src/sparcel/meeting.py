@@ -16,8 +16,11 @@ from socketserver import TCPServer
 from typing import Any, NoReturn
 from urllib.parse import quote
 
-from sparcel.delta.stores import Folder
 from sparcel.errors import CommunicationError
+from sparcel.stores import Folder
+
+PORT = 29400
+"""Where ``sparcel meet`` listens unless it is told."""
 
 _NAME = re.compile(r"[\w=!%.-]{1,250}")
 _MOST_BYTES = 1 << 24

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from sparcel.delta.stores.folder import Folder as Folder
 from sparcel.errors import FormatError, InputError
+from sparcel.stores.folder import Folder as Folder
 
 
 @runtime_checkable
@@ -80,7 +80,7 @@ def store_at(place: Store | str | os.PathLike[str]) -> Store:
         If it is none of these.
     """
     if isinstance(place, str) and "://" in place:
-        from sparcel.delta.stores.remote import Remote
+        from sparcel.stores.remote import Remote
 
         return Remote(place)
     if isinstance(place, str | os.PathLike):

@@ -13,7 +13,6 @@ from typing import Any
 from urllib.parse import unquote
 
 from sparcel._files import read_whole
-from sparcel.delta.stores import check_length
 from sparcel.errors import (
     InputError,
     MissingDependencyError,
@@ -22,6 +21,7 @@ from sparcel.errors import (
     public_url,
     shown,
 )
+from sparcel.stores import check_length
 
 _SECONDS = 60.0
 """How long a web server may be silent."""
