@@ -33,6 +33,7 @@ EXTRAS_OF = {
     "linear": {"linear", "cli", "plots"},
     "kernels": {"gpu"},
     "delta": {"delta"},
+    "stores": {"delta"},
 }
 """The extras that each room's modules may import from; other rooms need torch and numpy alone."""
 

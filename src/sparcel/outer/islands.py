@@ -360,7 +360,7 @@ class Elastic:
         messages = [torch.tensor(holds), *shared]
 
         def send() -> None:
-            with suppress(CommunicationError):  # the guest has gone, or will ask another
+            with suppress(CommunicationError, MismatchError):  # the guest has gone, or asks anew
                 comm = self._connect(name, [me, guest], 0)
                 for message in messages:
                     comm.exchange({1: message.view(torch.uint8)}, {})

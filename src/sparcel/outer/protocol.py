@@ -150,6 +150,8 @@ class Protocol:
         self._apart: dict[int, tuple[int, float, str]] = {}
         """How often in a row an island was not reached, until when it is apart, and why."""
         self._brings: list[int] = []
+        self._hosted: set[str] = set()
+        """The names under which this island has hosted others, each once."""
         self._heir_of: list[str] = []
         self._keeps = False
         """Whether all that this island has moved and not sent began with what is shared here."""
@@ -492,6 +494,7 @@ class Protocol:
         if self._members[0] == self.island:
             yield Remove([f"{n}.{what}.{slot}" for n, slot in came for what in ("came", "host")])
             yield from self._sum_up()
+        self._hosted -= {f"{number}.host.{slot}" for number, slot in came}
 
     def _welcome(self, number: int, hosts: set[int]) -> Run[None]:
         """Host those who came to an attempt and are behind, if it is this island's turn."""
@@ -508,9 +511,11 @@ class Protocol:
             name = f"{number}.host.{slot}"
             if self.at and (not turns or turns[slot % len(turns)] != self.island):
                 continue
-            me, is_new = str(self.island), guest.island not in self._brings
-            if is_new and (yield Create(name, me)) == me:
+            if guest.island in self._brings or name in self._hosted:
+                continue
+            if (yield Create(name, f"{self.island}")) == f"{self.island}":
                 self._brings.append(guest.island)
+                self._hosted.add(name)
                 yield Host(guest.island, name)
 
     def _taken(self, at: int, steps: int, state: str) -> Run[bool]:
