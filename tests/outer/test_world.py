@@ -15,7 +15,7 @@ from tests.outer.world import BrokenPromiseError, live
 WORLDS, PIECES = 20_000, 4
 """How many seeds the slow tests live through, and in how many tests."""
 
-ENOUGH = 3500
+ENOUGH = 6000
 """How many seeds find every planted fault."""
 
 
