@@ -12,7 +12,7 @@ from sparcel.outer.actions import Action, Create, Read, Run
 from sparcel.outer.protocol import Came, Protocol
 from tests.outer.world import BrokenPromiseError, live
 
-WORLDS, PIECES = 20_000, 4
+WORLDS, PIECES = 100_000, 8
 """How many seeds the slow tests live through, and in how many tests."""
 
 ENOUGH = 6000
