@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from sparcel.cli import run
+from sparcel.cli.meet import told
 from sparcel.cost import stated_rates
 from sparcel.plan.planner import MOST_RANKS
 
@@ -58,6 +59,25 @@ BAD_RATES: dict[str, bytes | None] = {
 def test_no_command_waits_for_torch_before_it_needs_it() -> None:
     code = "import sys, sparcel.cli; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_who_serves_islands_is_told_of_those_that_come_and_go(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beats = [tmp_path / f"run-mine/run-beat.{island}" for island in (1, 3)]
+    beats[0].parent.mkdir()
+    known = set[tuple[str, str]]()
+    for _ in range(2):
+        for beat in beats:
+            beat.write_text(json.dumps({"beat": 1, "steps": 5, "seconds": 0.25}))
+        known = told(tmp_path, known)
+    beats[0].unlink()
+    os.utime(beats[1], (0, 0))
+    assert told(tmp_path, known) == set()
+    assert capsys.readouterr().out.splitlines() == [
+        *("mine: island 1 has come", "mine: island 3 has come"),
+        *("mine: island 1 has gone, or is silent", "mine: island 3 has gone, or is silent"),
+    ]
 
 
 @pytest.mark.parametrize("kind", [*BAD_RATES, "a folder"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +16,8 @@ from rich.table import Table
 
 from sparcel.meeting import PORT, Server
 
-_SHOWN_SECONDS = 2.0
+_SHOWN_SECONDS, _SILENT = 2.0, 60.0
+"""How often islands are shown, and after how many seconds without a sign one counts as gone."""
 
 
 def meet(
@@ -37,7 +38,9 @@ def meet(
     typer.echo(f"islands meet at tcp://HOST:{server.port}; HOST is a name of this machine")
     console = Console()
     if not console.is_terminal:
+        known = set[tuple[str, str]]()
         while True:
+            known = told(server.folder, known)
             time.sleep(_SHOWN_SECONDS)
     with Live(console=console, transient=True) as live:
         while True:
@@ -45,17 +48,26 @@ def meet(
             time.sleep(_SHOWN_SECONDS)
 
 
+def told(folder: Path, known: Set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Print a line for each island that has come or gone; return those that are there."""
+    there = {(run, island) for run, island, _, _, ago in _beats(folder) if ago < _SILENT}
+    for run, island in sorted(there ^ known):
+        what = "has come" if (run, island) in there else "has gone, or is silent"
+        typer.echo(f"{run}: island {island} {what}")
+    return there
+
+
 def _table(folder: Path) -> Table:
     table = Table("run", "island", "outer steps", "seconds a step", "last seen")
-    for row in _rows(folder):
-        table.add_row(*row)
+    for run, island, steps, seconds, ago in _beats(folder):
+        table.add_row(run, island, f"{steps}", f"{seconds:.3g}", f"{ago:.0f} s ago")
     return table
 
 
-def _rows(folder: Path) -> Iterator[tuple[str, ...]]:
-    """Yield what islands have told of themselves last."""
+def _beats(folder: Path) -> Iterator[tuple[str, str, int, float, float]]:
+    """Yield what islands have told of themselves last, and how many seconds ago."""
     for path in sorted(folder.glob("run-*/run-beat.*")):
         with suppress(OSError, ValueError):
             told, ago = json.loads(path.read_text()), time.time() - path.stat().st_mtime
             run, island = path.parent.name.removeprefix("run-"), path.name.rpartition(".")[2]
-            yield run, island, str(told["steps"]), f"{told['seconds']:.3g}", f"{ago:.0f} s ago"
+            yield run, island, int(told["steps"]), float(told["seconds"]), ago

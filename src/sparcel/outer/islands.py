@@ -146,9 +146,9 @@ class Elastic:
         self._connected: list[int] = []
         """The islands whose connections hold, by rank."""
         self._looked = 0.0
+        self._beats: _Beats | None = None
         self.joined = self._run(Protocol.enter)
         me = self._holds.island
-        self._beats: _Beats | None = None
         if shards.rank == 0:
             self._beats = _Beats(self._board, me, patience)
             weakref.finalize(self, self._beats.stop.set)
@@ -297,6 +297,8 @@ class Elastic:
             self._shards.tell(["failed", str(error)])
             raise
         mine = self._protocol
+        if self._beats is not None:
+            self._beats.island = mine.island
         self._holds = _Holds(mine.island, mine.steps, mine.at, mine.place, mine.order, mine.origin)
         self._shards.tell(["ended", result, astuple(self._holds)])
         return result
@@ -394,7 +396,7 @@ class _Beats:
     """An island's signs of life: a key that changes, and tells how far it is."""
 
     def __init__(self, board: Board, island: int, patience: float) -> None:
-        self._board, self._key = board, f"beat.{island}"
+        self._board, self.island = board, island
         self.steps = self.clock = 0
         self.stop = threading.Event()
         self._seconds = beat_seconds(patience)
@@ -402,22 +404,25 @@ class _Beats:
         self._thread.start()
 
     def _go_on(self) -> None:
-        number, since, before, a_step = 0, time.monotonic(), 0, 0.0
+        number, since, before, a_step, known = 0, time.monotonic(), 0, 0.0, self.island
         while True:
             number += 1
-            now, clock = time.monotonic(), self.clock
+            now, clock, island = time.monotonic(), self.clock, self.island
+            if island != known:  # another has taken its place, and it another number
+                self._board.remove([f"beat.{known}"])
+                known = island
             if clock > before:
                 since, before, a_step = now, clock, (now - since) / (clock - before)
             told = {"beat": number, "steps": self.steps, "seconds": a_step}
-            self._board.tell(self._key, json.dumps(told))
+            self._board.tell(f"beat.{island}", json.dumps(told))
             if self.stop.wait(self._seconds):
+                self._board.remove([f"beat.{island}"])
                 return
 
     def end(self) -> None:
         """Give none any more."""
         self.stop.set()
         self._thread.join()
-        self._board.remove([self._key])
 
 
 Islands = Fixed | Elastic
