@@ -54,13 +54,25 @@ def test_processes_do_what_the_simulated_cluster_does(
         assert same(found[1], there[1])
 
 
+class Compiled(nn.Module):
+    """What torch.compile returns, whose import takes seconds."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = model
+
+    def forward(self, x: Tensor) -> Any:
+        return self._orig_mod(x)
+
+
 def island_of_two(wrap: str) -> tuple[nn.Module, DeviceMesh]:
     """Return a model that two of four ranks train together, and the ranks that exchange it."""
     names = "islands", "replicate", "shard", "tp"
     sizes = {"ddp": (2, 2, 1, 1), "fsdp": (2, 1, 2, 1), "hsdp": (2, 2, 1, 1), "tp": (2, 1, 1, 2)}
     mesh = init_device_mesh("cpu", sizes[wrap], mesh_dim_names=names)
     if wrap == "ddp":
-        return DistributedDataParallel(Net(), process_group=mesh["replicate"].get_group()), mesh
+        group = mesh["replicate"].get_group()
+        return Compiled(DistributedDataParallel(Net(), process_group=group)), mesh
     if wrap in ("fsdp", "hsdp"):
         return sharded(mesh["shard"] if wrap == "fsdp" else mesh["replicate", "shard"]), mesh
     model = Net(inner=64)

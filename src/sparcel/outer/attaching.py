@@ -53,24 +53,28 @@ def attach(
     Parameters
     ----------
     model
-        A model, the same on all islands when the run begins. Or one to which ``fully_shard`` was
-        applied: each rank then exchanges its shards with the ranks that hold the same ones. Or one
-        wrapped in DDP over the ranks of the island: the first of them exchanges for all.
+        A model, the same on all islands when the run begins. It may be wrapped in DDP over the
+        ranks of the island, or be HSDP: the first of those that hold the same exchanges for them.
+        It may be sharded, by ``fully_shard`` or tensor parallelism: each rank exchanges its shards
+        with the ranks of other islands that hold the same ones.
     optimizer
         The inner optimiser; several in the order of their steps, such as Muon and AdamW.
     method
         A `Method`, the name of one (``"diloco"``, ``"streaming"``, ``"sparseloco"``,
         ``"muloco"``), or a scheme that averages pseudo-gradients. By default what is recommended.
     every
-        After how many inner steps each parameter is exchanged.
+        After how many inner steps each parameter is exchanged. Or after how many seconds, such as
+        ``"60s"``, for islands of unequal speed: see `Outer.count`, too.
     islands
-        Where they meet. A group, whose ranks take part in every step: a process group, a mesh of
-        one dimension, a sparcel communicator, an MPI communicator, or None for the default group.
+        Where they meet. A group of ranks that hold the same, one of each island, which take part in
+        every step: a process group, a mesh of one dimension, a sparcel communicator, an MPI
+        communicator, or None for the default group.
         ``"tcp://HOST:PORT"``, where ``sparcel meet`` runs: they come and go, and exchange over
         links. Or a folder, a URL such as ``"s3://bucket/run"``, or a store of `sparcel.delta`: they
         come and go, and exchange by way of files.
     buffers
-        Whether buffers of floats, such as BatchNorm's, become their averages, or stay local.
+        Whether buffers of floats that any island has changed, such as BatchNorm's, become their
+        averages, or stay local. Masks and the vectors of spectral norms stay local.
     poison
         What becomes of a step in which an island's pseudo-gradient holds NaN or Inf: the others go
         on without it, or it is void. That island goes on from what is shared.
@@ -83,12 +87,18 @@ def attach(
     Raises
     ------
     InputError
-        For an unknown method, a model without parameters to train, ``every`` or ``overlap`` out of
-        range, or a place where nobody can meet.
+        For an unknown method, a model that cannot be exchanged, ``every`` or ``overlap`` out of
+        range, or a place where nobody can meet. At an outer step, when the parameters to train are
+        others than they were.
     MismatchError
         When islands have other settings, or begin with other parameters.
     CommunicationError
         When the others cannot be reached.
+
+    Warns
+    -----
+    SparcelWarning
+        For a schedule-free optimiser, whose own parameters are not shared.
     """
     chosen = chosen_method(method)
     optimizers = checked_optimizers(optimizer)

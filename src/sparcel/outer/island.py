@@ -64,6 +64,8 @@ class Ranks:
         InputError
             When parameters are on ranks that are in no common mesh.
         """
+        while isinstance(inside := getattr(module, "_orig_mod", None), Module):
+            module = inside  # as torch.compile wraps it
         if isinstance(module, DistributedDataParallel):
             return cls(module.process_group if module.process_group.size() > 1 else None)
         if not model.whole:
@@ -73,13 +75,13 @@ class Ranks:
             name: dict(zip(_dimensions(one.device_mesh), one.placements, strict=True))
             for name, one in model.whole.items()
         }
-        shared = {  # of each dimension, the parameters that are the same along it
+        same = {  # of each dimension, the parameters that are the same along it
             key: [name for name, where in placed.items() if _is_copied(where.get(key))]
             for number, key in enumerate(_dimensions(mesh))
             if mesh.size(number) > 1
         }
-        copies = next((key for key, names in shared.items() if len(names) == len(placed)), None)
-        copied = {name for key, names in shared.items() if key != copies for name in names}
+        copies = next((key for key, names in same.items() if len(names) == len(placed)), None)
+        copied = {name for key, names in same.items() if key != copies for name in names}
         copied |= model.parameters.keys() - model.whole.keys()
         group: dist.ProcessGroup | None = None
         ranks = mesh.mesh
