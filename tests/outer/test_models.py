@@ -81,6 +81,8 @@ def test_a_buffer_that_one_island_changes_becomes_the_average(dtype: torch.dtype
         model.p = nn.Parameter(torch.zeros(3))
         model.register_buffer("mean", torch.full((5,), 3.0, dtype=dtype))
         model.register_buffer("other", torch.ones(2))
+        model.register_buffer("elsewhere", torch.ones(2, device="meta"))
+        model.register_buffer("sparse", torch.eye(2).to_sparse())
         island = Island(comm, model)
 
         def change() -> None:

@@ -43,8 +43,9 @@ class Model:
     whole
         Those of them that are sharded, whole.
     buffers
-        The buffers that become averages if any island changes them: those of floats, but no vectors
-        of a power iteration, which belong to the weights of one island, and no masks.
+        The buffers that become averages if any island changes them: dense ones of floats, on the
+        parameters' device, but no vectors of a power iteration, which belong to the weights of one
+        island, and no masks.
 
     Raises
     ------
@@ -82,14 +83,14 @@ class Model:
             name: one for name, one in found.items() if isinstance(one, DTensor)
         }
         self.parameters = {name: _local(one) for name, one in found.items()}
-        own = set(_power_iterations(self._module))
-        floats = {n: one for n, one in buffered.items() if one.dtype in FLOAT_DTYPES}
+        iterated = set(_power_iterations(self._module))
+        place = next((one.device for one in self.parameters.values()), None), torch.strided
         self.buffers, self._local = dict[str, Tensor](), dict[str, Tensor]()
-        for name, one in floats.items():
-            if "mask" in name.rpartition(".")[2]:
-                continue
-            averaged = self._averages and id(one) not in own
-            (self.buffers if averaged else self._local)[plain[name]] = _local(one)
+        for name, one in buffered.items():
+            fits = one.dtype in FLOAT_DTYPES and (one.device, one.layout) == place
+            if fits and "mask" not in name.rpartition(".")[2]:
+                averaged = self._averages and id(one) not in iterated
+                (self.buffers if averaged else self._local)[plain[name]] = _local(one)
 
     def keep(self) -> None:
         """Keep what this island's own buffers hold, if it is finite."""
