@@ -6,7 +6,7 @@ import math
 import time
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +27,9 @@ LINKS = {
     "100 Mbit/s, 50 ms": Network(latency_s=0.05, bandwidth=12.5e6),
     "20 Mbit/s, 100 ms": Network(latency_s=0.1, bandwidth=2.5e6),
 }
+NAMED = {**METHODS, "sparseloco by senders": partial(sparcel.outer.sparseloco, divisor="sent")}
+"""The methods that runs may name."""
+
 POINTS, TESTED = 20, 500
 """How often the loss is looked at, and on how many of the samples that are held out."""
 
@@ -61,15 +64,12 @@ class Curve(Run):
             k: float(v) for k, _, v in (one.partition("=") for one in words) if v
         }
         words = [one for one in words if "=" not in one]
-        method = method_of("dense" if words[0] in METHODS else ",".join(words))
+        method = method_of("dense" if words[0] in NAMED else ",".join(words))
         lr = task.lr * settings.pop("inner", 1.0)
         super().__init__(data, replace(task, lr=lr), method, seed)
         if warm:
             self.model.load_state_dict(warmed(data, task.name, task.muon, warm, seed))
-        if run.partition(",")[0] in METHODS:
-            outer = METHODS[run.partition(",")[0]]()
-        else:
-            outer = sparcel.outer.Method(self.scheme)
+        outer = NAMED[words[0]]() if words[0] in NAMED else sparcel.outer.Method(self.scheme)
         self.outer, self.every = replace(outer, **settings), every
         self.curve: list[tuple[int, float]] = []
         self.seconds: list[float] = []
