@@ -129,27 +129,32 @@ def test_copies_and_shards_of_an_island_train_alike(
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
 
 
-class Sharded:
+class Half:
     """One rank of an island of two, which meets another island at a place."""
 
-    def __init__(self, mesh: DeviceMesh, place: str, least: int, seed: int = 0) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, place: str, least: int, seed: int = 0, wrap: str = "fsdp"
+    ) -> None:
         self.island, self.done = mesh.get_local_rank("replicate"), 0
-        self.model = sharded(mesh["shard"])
+        self.model: nn.Module
+        if wrap == "fsdp":
+            self.model = sharded(mesh["shard"])
+        else:
+            self.model = DistributedDataParallel(Net(), process_group=mesh["shard"].get_group())
         with torch.no_grad():
             for one in self.model.parameters():
                 one.add_(seed)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        outer = attach(self.model, self.optimizer, every=2, islands=place, least=least, patience=20)
-        assert isinstance(outer, Outer)
+        outer = attach(self.model, self.optimizer, every=2, islands=place, least=least, patience=4)
         self.outer = outer
 
     def step(self) -> None:
         self.optimizer.zero_grad()
-        loss_of(self.model, self.island, self.done).backward()
+        loss_of(self.model, dist.get_rank(), self.done).backward()
         self.optimizer.step()
         self.done += 1
 
-    def together(self, steps: int) -> Sharded:
+    def together(self, steps: int) -> Half:
         """Go on until two islands have done so many outer steps."""
         while self.outer.islands < 2:
             self.step()
@@ -166,12 +171,12 @@ def meet(comm: Communicator, place: str) -> Any:
     """Let an island join another one; restart both at another place, from their checkpoints."""
     mesh = mesh_of(2, 2)
     if comm.rank < 2:
-        island = Sharded(mesh, place, 1)
+        island = Half(mesh, place, 1)
         while island.outer.steps < 2:
             island.step()
     dist.barrier()
     if comm.rank >= 2:  # it begins with other parameters, which do not count
-        island = Sharded(mesh, place, 1, seed=1)
+        island = Half(mesh, place, 1, seed=1)
     island.together(3)
     states = copy.deepcopy(
         [one.state_dict() for one in (island.model, island.optimizer, island.outer)]
@@ -181,7 +186,7 @@ def meet(comm: Communicator, place: str) -> Any:
         island.step()
     steps, done, found = island.outer.steps, island.done - 4, island.whole()
     island.outer.close()
-    again = Sharded(mesh, f"{place}-again", 2, seed=2)
+    again = Half(mesh, f"{place}-again", 2, seed=2)
     for one, state in zip((again.model, again.optimizer, again.outer), states, strict=True):
         one.load_state_dict(state)
     again.done = done
@@ -202,3 +207,43 @@ def test_sharded_islands_join_and_return(
         for one, other, first in zip(found, resumed, results[0][0], strict=True):
             assert torch.equal(one, first)
             assert torch.equal(other, first)
+
+
+def come_back(comm: Communicator, place: str, wrap: str) -> list[Tensor]:
+    """Let an island come back from a checkpoint after the other one has gone on."""
+    mesh = mesh_of(2, 2)
+    island = Half(mesh, place, 2, wrap=wrap).together(2)
+    states = copy.deepcopy(
+        [one.state_dict() for one in (island.model, island.optimizer, island.outer)]
+    )
+    island.together(2)
+    island.step()
+    if comm.rank >= 2:
+        island.outer.close()
+        island = Half(mesh, place, 2, wrap=wrap)
+        for one, state in zip((island.model, island.optimizer, island.outer), states, strict=True):
+            one.load_state_dict(state)
+        if isinstance(island.outer, Outer):  # the others have to wait for two steps, as due
+            island.outer._islands.is_awaited = lambda: False
+        island.step()
+        found = island.whole()
+        island.together(2)
+    else:
+        while island.outer.islands == 2:
+            island.step()
+        island.together(2)
+        found = []
+    ended = island.whole()
+    island.outer.close()
+    return [*ended, *found]
+
+
+@pytest.mark.parametrize("wrap", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [4])
+def test_all_ranks_of_an_island_come_back(
+    run_on: Callable[..., list[Any]], world_size: int, wrap: str, tmp_path: Path
+) -> None:
+    first, second, third, fourth = run_on(world_size, come_back, f"{tmp_path}/run", wrap)
+    assert all(map(torch.equal, third, fourth))  # also right after it has come back
+    assert all(map(torch.equal, first, second))
+    assert all(map(torch.equal, first, third[: len(first)]))

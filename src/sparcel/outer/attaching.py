@@ -152,7 +152,7 @@ def attach(
     except BaseException:
         copies.fail()
         raise
-    copies.lead(outer.steps, outer.islands, outer.steps > 0, False)
+    outer.lead()
     outer.start(optimizers)
     outer.follow(_inner(model))
     return outer

@@ -76,7 +76,8 @@ class Outer:
         self._spoilt: list[str] = []
         """What holds NaN or Inf of what this rank has moved."""
         self._changed = self._anew = False
-        """Whether this inner step has ended with what is shared, and because of NaN or Inf."""
+        """Whether this island goes on from what is shared since the last `lead`, and whether it
+        does because of NaN or Inf."""
         self._undone = False
         """Whether the model was loaded from a checkpoint of before this island took over."""
         self._weights = Weights(len(shared.fragments))
@@ -137,7 +138,6 @@ class Outer:
     def advance(self) -> None:
         """Count an inner step, and do what is due after it; optimisers call it."""
         self._clock += 1
-        self._changed = self._anew = False
         try:
             if self._under_way is not None and self._clock >= self._ends:
                 self._go_on()
@@ -146,7 +146,12 @@ class Outer:
         except BaseException:
             self._copies.fail()
             raise
+        self.lead()
+
+    def lead(self) -> None:
+        """Tell ranks that hold the same as this one what has changed since the last call."""
         self._copies.lead(self.steps, self.islands, self._changed, self._anew)
+        self._changed = self._anew = False
 
     def _go_on(self) -> None:
         """Wait for the exchange that is under way, and go on with its outcome."""

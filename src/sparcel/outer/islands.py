@@ -50,6 +50,9 @@ class Place(NamedTuple):
 _PAUSE_SECONDS, _WAITED_SHARE = 0.02, 0.3
 """How long to wait until the next look: at first, and as a share of what was waited before."""
 
+_BITS = 62
+"""How many islands a number can tell of."""
+
 _NUMBERS = ("place", "island", "order", "at")
 
 
@@ -218,7 +221,7 @@ class Elastic:
             return False
         found = error.__cause__ if error else None
         missed = [*found.peers] if isinstance(found, UnreachedError) else []
-        flags = self._shards.gather(sum(1 << peer for peer in missed))
+        flags = self._shards.gather(sum(1 << peer for peer in missed if peer < _BITS))
         peers = [one for peer, one in enumerate(members) if any(flag >> peer & 1 for flag in flags)]
         why = str(error or "another rank of this island did not reach its peer")
         self._run(lambda protocol: protocol.decide(False, False, peers, why))
@@ -312,6 +315,8 @@ class Elastic:
                     self._host(*told)
                 case "receive":
                     self._receive(*told)
+                case "waiting":
+                    pass
                 case "ended":
                     result, holds = told
                     self._holds = _Holds(*holds)
@@ -332,6 +337,7 @@ class Elastic:
             case actions.Now():
                 return time.monotonic()
             case actions.Wait(waited):
+                self._shards.tell(["waiting"])  # so that they do not wait for long themselves
                 time.sleep(pause_after(waited, self._pause))
             case actions.Gone():
                 return (
