@@ -19,7 +19,8 @@ from sparcel.outer.island import Copies, Shards, count_steps, forget_spoilt
 from sparcel.outer.islands import Elastic, Fixed, Islands
 from sparcel.outer.method import Method
 from sparcel.outer.pace import Pace, Weights
-from sparcel.outer.shared import Shared, Vector
+from sparcel.outer.shared import Shared
+from sparcel.outer.vectors import Vector
 from sparcel.training import Averager, Shard, Stats
 
 Poison = Literal["leave out", "void"]
