@@ -300,6 +300,8 @@ class World:
             fate = 0.5
 
         def again() -> None:
+            if island.ended:
+                return
             if self.now - since > LONGEST * PATIENCE:
                 island.ended = "the place does not answer"
                 self.tell(f"{island.name} fails: the place does not answer")
