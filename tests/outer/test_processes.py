@@ -92,6 +92,7 @@ def train_inside(comm: Communicator, wrap: str, method: str, poison: bool) -> An
         optimizer.zero_grad()
         loss = loss_of(model, island if wrap == "tp" else comm.rank, step)
         (loss * torch.nan if poison and island and step == 3 else loss).backward()
+        outer.count(6.0)
         optimizer.step()
     found = [whole(one) for one in model.parameters()]
     shared = [one.double().flatten() for one in outer.shared.values()]

@@ -242,6 +242,9 @@ class Follower:
         if anew:
             forget_spoilt(self._inner)
 
+    def count(self, amount: float) -> None:
+        """Do nothing; the first rank tells what the island learns from."""
+
     def stats(self) -> Stats:
         """Return what this rank has exchanged with other islands: nothing."""
         return Stats()
