@@ -10,7 +10,6 @@ from typing import Literal, TypeAlias, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from sparcel._checks import check_type, checked_number, checked_whole
@@ -20,7 +19,7 @@ from sparcel.outer.driver import Outer, Poison
 from sparcel.outer.island import Copies, Follower, Ranks, Shards
 from sparcel.outer.islands import Elastic, Fixed
 from sparcel.outer.method import Method, chosen_method
-from sparcel.outer.model import Model
+from sparcel.outer.model import Model, unwrapped
 from sparcel.outer.pace import Pace
 from sparcel.outer.places import meeting_at
 from sparcel.outer.shared import Shared
@@ -154,7 +153,7 @@ def attach(
         raise
     outer.lead()
     outer.start(optimizers)
-    outer.follow(_inner(model))
+    outer.follow(unwrapped(model)[-1])
     return outer
 
 
@@ -172,12 +171,10 @@ def _islands_at(
     vectors = "narrow" if torch.backends.cpu.get_cpu_capability() == "DEFAULT" else "wide"
     named = {**settings, "rounding of the processor": vectors}
     tensors = shared.by_name().items()
-    layout = "\n".join(
-        [
-            *(f"{name} {list(one.shape)}" for name, one in tensors),
-            *([f"on so many ranks each: {shards.size}"] if shards.size > 1 else []),
-        ]
-    )
+    lines = [f"{name} {list(one.shape)}" for name, one in tensors]
+    if shards.size > 1:
+        lines.append(f"ranks of an island: {shards.size}")
+    layout = "\n".join(lines)
     facts = {name: f"{value}" for name, value in named.items()}
     facts["layout"] = f"{digest(layout, 128):032x}"
     return Elastic(meeting, facts, layout, least, patience, shared, shards)
@@ -197,14 +194,3 @@ def _check_group(settings: Mapping[str, object], averager: Averager) -> None:
             " all islands the same"
         )
     warn_if_alone(comm.size, averager.handle.sparse)
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    """Return a model without DDP and `torch.compile` around it."""
-    while True:
-        inside = getattr(model, "_orig_mod", None)
-        if isinstance(model, DistributedDataParallel):
-            inside = model.module
-        if not isinstance(inside, nn.Module):
-            return model
-        model = inside

@@ -214,13 +214,15 @@ class Outer:
             **self._islands.numbers(),
         }
         memory = self._averager.handle.state_dict()
+        if not isinstance(self._islands, Fixed):
+            memory = saved.of_rank(memory, 0, 1)
         return {
             **{name: torch.tensor(number) for name, number in numbers.items()},
             "rate": torch.tensor(self._shared.rate, dtype=torch.float64),
             "counted": self._weights.state,
             "averaged": torch.tensor(self._shared.buffers.averaged),
             **saved.copied(self._shared.named(), self._shard),
-            **saved.entries_of(memory, alone=not isinstance(self._islands, Fixed)),
+            **saved.entries_of(memory),
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -241,8 +243,9 @@ class Outer:
         expected |= {"counted": self._weights.state, "averaged": averaged}
         found = saved.checked(state, expected | dict(self._shared.named()), self._shard)
         comm, numbers = self._averager.comm, {name: int(state[name]) for name in _NUMBERS}
-        is_fixed = isinstance(self._islands, Fixed)
-        memory = saved.memory_of(state, None if is_fixed else (comm.rank, comm.size))
+        memory = saved.memory_of(state)
+        if not isinstance(self._islands, Fixed):
+            memory = saved.of_rank(memory, comm.rank, comm.size)
         if isinstance(self._islands, Elastic) and not self._islands.resume(numbers):
             self._put()
             warn(
@@ -311,8 +314,8 @@ class Outer:
         averages = self._finite and self._turn == 0
         if spoilt := buffers.move(model.buffers if averages else {}):
             warn(
-                f"the buffers {few(spoilt)} hold NaN or Inf: this island leaves them out of the"
-                " average, and goes on with it"
+                f"the buffers {few(spoilt)} hold NaN or Inf: this island's do not count in their"
+                " average, which it takes over"
             )
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ from sparcel._checks import all_finite
 from sparcel.comm import ALL_CONTROL
 from sparcel.errors import CommunicationError
 from sparcel.fsdp import checked_mesh, group_of_ranks
-from sparcel.outer.model import Model
+from sparcel.outer.model import Model, unwrapped
 from sparcel.outer.shared import Shared
 from sparcel.training import Shard, Stats
 from sparcel.training.carrier import connected
@@ -64,10 +64,9 @@ class Ranks:
         InputError
             When parameters are on ranks that are in no common mesh.
         """
-        while isinstance(inside := getattr(module, "_orig_mod", None), Module):
-            module = inside  # as torch.compile wraps it
-        if isinstance(module, DistributedDataParallel):
-            return cls(module.process_group if module.process_group.size() > 1 else None)
+        for one in unwrapped(module):
+            if isinstance(one, DistributedDataParallel):
+                return cls(one.process_group if one.process_group.size() > 1 else None)
         if not model.whole:
             return cls()
         mesh = checked_mesh(model.whole)

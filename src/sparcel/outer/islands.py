@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 import weakref
@@ -17,9 +16,10 @@ import torch
 from sparcel.comm import Communicator, ConnectedCommunicator, UnreachedError
 from sparcel.errors import CommunicationError, MismatchError
 from sparcel.outer import actions
+from sparcel.outer.beats import Beats
 from sparcel.outer.board import Board
 from sparcel.outer.island import Shards
-from sparcel.outer.protocol import Protocol, beat_seconds
+from sparcel.outer.protocol import Protocol
 from sparcel.outer.shared import Shared
 
 T = TypeVar("T")
@@ -149,11 +149,11 @@ class Elastic:
         self._connected: list[int] = []
         """The islands whose connections hold, by rank."""
         self._looked = 0.0
-        self._beats: _Beats | None = None
+        self._beats: Beats | None = None
         self.joined = self._run(Protocol.enter)
         me = self._holds.island
         if shards.rank == 0:
-            self._beats = _Beats(self._board, me, patience)
+            self._beats = Beats(self._board, me, patience)
             weakref.finalize(self, self._beats.stop.set)
         self.comm = self._connect(f"alone.{me}", [me], 0)
 
@@ -396,39 +396,6 @@ class Elastic:
 def pause_after(waited: float, most: float) -> float:
     """Return the seconds until the next look at a place, after so many of waiting."""
     return min(max(_PAUSE_SECONDS, _WAITED_SHARE * waited), most)
-
-
-class _Beats:
-    """An island's signs of life: a key that changes, and tells how far it is."""
-
-    def __init__(self, board: Board, island: int, patience: float) -> None:
-        self._board, self.island = board, island
-        self.steps = self.clock = 0
-        self.stop = threading.Event()
-        self._seconds = beat_seconds(patience)
-        self._thread = threading.Thread(target=self._go_on, daemon=True)
-        self._thread.start()
-
-    def _go_on(self) -> None:
-        number, since, before, a_step, known = 0, time.monotonic(), 0, 0.0, self.island
-        while True:
-            number += 1
-            now, clock, island = time.monotonic(), self.clock, self.island
-            if island != known:  # another has taken its place, and it another number
-                self._board.remove([f"beat.{known}"])
-                known = island
-            if clock > before:
-                since, before, a_step = now, clock, (now - since) / (clock - before)
-            told = {"beat": number, "steps": self.steps, "seconds": a_step}
-            self._board.tell(f"beat.{island}", json.dumps(told))
-            if self.stop.wait(self._seconds):
-                self._board.remove([f"beat.{island}"])
-                return
-
-    def end(self) -> None:
-        """Give none any more."""
-        self.stop.set()
-        self._thread.join()
 
 
 Islands = Fixed | Elastic

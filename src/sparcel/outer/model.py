@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -84,11 +85,12 @@ class Model:
         }
         self.parameters = {name: _local(one) for name, one in found.items()}
         iterated = set(_power_iterations(self._module))
-        place = next((one.device for one in self.parameters.values()), None), torch.strided
+        device = next((one.device for one in self.parameters.values()), None)
         self.buffers, self._local = dict[str, Tensor](), dict[str, Tensor]()
         for name, one in buffered.items():
-            fits = one.dtype in FLOAT_DTYPES and (one.device, one.layout) == place
-            if fits and "mask" not in name.rpartition(".")[2]:
+            is_dense = one.dtype in FLOAT_DTYPES and one.layout == torch.strided
+            is_mask = "mask" in name.rpartition(".")[2]
+            if is_dense and one.device == device and not is_mask:
                 averaged = self._averages and id(one) not in iterated
                 (self.buffers if averaged else self._local)[plain[name]] = _local(one)
 
@@ -114,6 +116,18 @@ class Model:
                 )
 
 
+def unwrapped(module: nn.Module) -> list[nn.Module]:
+    """Return a model as it is given, and what is inside of DDP and `torch.compile`, in order."""
+    found = [module]
+    while True:
+        last = found[-1]
+        ddp = isinstance(last, DistributedDataParallel)
+        inside = last.module if ddp else getattr(last, "_orig_mod", None)
+        if not isinstance(inside, nn.Module):
+            return found
+        found.append(inside)
+
+
 def _check_trainable(found: dict[str, nn.Parameter]) -> None:
     for name, one in found.items():
         if is_lazy(one) or one.is_meta:
@@ -126,7 +140,7 @@ def _check_trainable(found: dict[str, nn.Parameter]) -> None:
                 f"{name!r} must hold floats of 16 bits or more to be exchanged, got {one.dtype}"
             )
         if not all_finite(local):
-            raise InputError(f"{name!r} holds NaN or Inf, with which nothing can begin")
+            raise InputError(f"{name!r} holds NaN or Inf; initialise or load it before attach")
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -35,12 +35,12 @@ class Pace:
     def __init__(self, every: int | str, fragments: int, overlap: int) -> None:
         self._fragments, self._seconds, self._steps = fragments, 0.0, 1
         if isinstance(every, str):
-            found = re.fullmatch(r"([0-9.]+) ?s", every)
+            found = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+) ?s", every)
             if found is None:
                 raise InputError(
                     f'every must be a number of steps, or such as "60s", got {every!r}'
                 )
-            self._seconds = checked_number(_number(found[1]), "the seconds of every", above=0)
+            self._seconds = checked_number(float(found[1]), "the seconds of every", above=0)
         else:
             self._steps = checked_whole(every, "every", 1)
             if overlap >= max(1, self._steps // fragments):
@@ -138,10 +138,3 @@ class Weights:
         waiting = state.tolist()
         self._counted = math.nan if any(map(math.isnan, waiting)) else 0.0
         self._marks = [0.0 if math.isnan(one) else -one for one in waiting]
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan

@@ -57,27 +57,22 @@ def checked(
     return found
 
 
-def entries_of(memory: Mapping[str, Tensor], alone: bool) -> dict[str, Tensor]:
-    """Return the entries of an averager's state; those of a rank that is ``alone`` as of rank 0."""
-    memory = _of_rank(memory, 0, 1) if alone else memory
+def entries_of(memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the entries of an averager's state."""
     return {f"{_AVERAGER}{name}": tensor for name, tensor in memory.items()}
 
 
-def memory_of(state: Mapping[str, Tensor], alone: tuple[int, int] | None) -> dict[str, Tensor]:
-    """Return an averager's state of the entries of `entries_of`.
-
-    Where ranks are ``alone``, it is that of this rank of so many.
-    """
-    memory = {
+def memory_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the averager's state whose entries `entries_of` has made."""
+    return {
         name.removeprefix(_AVERAGER): tensor
         for name, tensor in state.items()
         if name.startswith(_AVERAGER)
     }
-    return memory if alone is None else _of_rank(memory, *alone)
 
 
-def _of_rank(memory: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
-    """Return the entries of the one rank that a state has, as those of a rank of so many."""
+def of_rank(memory: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
+    """Return an averager's state of one rank as that of another, of so many."""
     renamed = {
         re.sub(r"^(rank|velocity)\d+\.", rf"\g<1>{rank}.", name): tensor
         for name, tensor in memory.items()

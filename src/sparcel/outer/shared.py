@@ -97,7 +97,7 @@ class Shared:
         }
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the shared values, and the outer momentum, by name, of shards flat."""
+        """Yield the shared values, and the outer momentum, by name."""
         momenta = {id(one): other for one, other in zip(self._vectors, self.momenta, strict=False)}
         for vector in self.vectors:
             for name in vector.places:

@@ -1,0 +1,43 @@
+"""An island's signs of life, by which others and `sparcel meet` see that it is there."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+from sparcel.outer.board import Board
+from sparcel.outer.protocol import beat_seconds
+
+
+class Beats:
+    """An island's signs of life: a key that changes, and tells how far it is."""
+
+    def __init__(self, board: Board, island: int, patience: float) -> None:
+        self._board, self.island = board, island
+        self.steps = self.clock = 0
+        self.stop = threading.Event()
+        self._seconds = beat_seconds(patience)
+        self._thread = threading.Thread(target=self._go_on, daemon=True)
+        self._thread.start()
+
+    def _go_on(self) -> None:
+        number, since, before, a_step, known = 0, time.monotonic(), 0, 0.0, self.island
+        while True:
+            number += 1
+            now, clock, island = time.monotonic(), self.clock, self.island
+            if island != known:  # another has taken its place, and it another number
+                self._board.remove([f"beat.{known}"])
+                known = island
+            if clock > before:
+                since, before, a_step = now, clock, (now - since) / (clock - before)
+            told = {"beat": number, "steps": self.steps, "seconds": a_step}
+            self._board.tell(f"beat.{island}", json.dumps(told))
+            if self.stop.wait(self._seconds):
+                self._board.remove([f"beat.{island}"])
+                return
+
+    def end(self) -> None:
+        """Give none any more."""
+        self.stop.set()
+        self._thread.join()

@@ -1,0 +1,78 @@
+"""Inner optimisers whose steps outer steps count: fused ones, wrapped ones, schedule-free ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from sparcel import simulate
+from sparcel.comm import Communicator
+from sparcel.errors import InputError, SparcelWarning
+from sparcel.outer import attach
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_a_scaler_skips_do_not_count(fused: bool) -> None:
+    def on_rank(comm: Communicator) -> None:
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+        outer = attach(model, optimizer, every=2, islands=comm)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        counted = 0
+        for step in range(6):
+            for one in model.parameters():
+                one.grad = torch.full_like(one, torch.inf if step % 3 == 1 else 4.0)
+            scaler.scale(torch.ones(()))
+            scaler.step(optimizer)
+            scaler.update()
+            counted += step % 3 != 1
+            assert outer.steps == counted // 2
+
+    simulate(1, on_rank)
+
+
+class Wrapper(Optimizer):
+    """An optimiser around another one, without the base's __init__."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+class Nothing(Optimizer):
+    def __init__(self) -> None:
+        self.param_groups = []
+
+
+def test_an_optimizer_inside_of_another_counts() -> None:
+    def on_rank(comm: Communicator) -> None:
+        model = nn.Linear(4, 4)
+        wrapped = Wrapper(Wrapper(SGD(model.parameters(), lr=0.1)))
+        outer = attach(model, wrapped, every=2, islands=comm)
+        for _ in range(4):
+            wrapped.step()
+        assert outer.steps == 2
+        with pytest.raises(InputError, match="Nothing takes no hooks"):
+            attach(model, Nothing(), islands=comm)
+
+    simulate(1, on_rank)
+
+
+def test_schedule_free_optimizers_are_told_of() -> None:
+    class ScheduleFree(SGD):
+        def train(self) -> None: ...
+
+        def eval(self) -> None: ...
+
+    def on_rank(comm: Communicator) -> None:
+        model = nn.Linear(4, 4)
+        with pytest.warns(SparcelWarning, match="evaluate outer.shared"):
+            attach(model, ScheduleFree(model.parameters(), lr=0.1), islands=comm)
+
+    simulate(1, on_rank)
