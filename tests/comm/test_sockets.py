@@ -205,7 +205,7 @@ def test_a_rank_gets_in_once() -> None:
     key = key_in(store)
     first, again, other = dial(), dial(), dial()
     finish(greet(first, key, 1, 0))
-    with pytest.raises(StrangerError, match="closed the connection"):
+    with pytest.raises(ConnectionResetError, match="closed the connection"):
         finish(greet(again, key, 1, 0))
     finish(greet(other, key, 2, 0))
     listens.join()
@@ -261,6 +261,26 @@ def test_a_rank_refuses_a_listener_that_does_not_know_the_key() -> None:
         with pytest.raises(ConnectionError, match=r"rank 0 did not greet: .* the group's key"):
             sockets.connect_all(store, LOOPBACK, 1, 2, SECONDS)
         listens.join()
+
+
+def test_a_rank_that_is_dropped_dials_again() -> None:
+    """The listener greets the third connection; it ends the first at once, the second halfway."""
+    store = dist.HashStore()
+    store.set("key", "00" * 32)
+    joined = list[int]()
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        store.set("address0", f"{LOOPBACK} {listener.getsockname()[1]}")
+        join = (store, LOOPBACK, 1, 2, SECONDS)
+        dials = threading.Thread(target=lambda: joined.extend(sockets.connect_all(*join)))
+        dials.start()
+        listener.accept()[0].close()
+        halfway, _ = listener.accept()
+        halfway.recv(1)
+        halfway.close()
+        connection, _ = listener.accept()
+        finish(welcome(connection, bytes(32), 0, {1}))
+        dials.join()
+    check_and_close(connection, socket.socket(fileno=joined[0]))
 
 
 def test_a_failed_connection_is_explained_in_one_sentence() -> None:

@@ -11,6 +11,7 @@ import heapq
 import random
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -27,6 +28,7 @@ MOST = 7
 
 Names = frozenset[str]
 NONE: Names = frozenset()
+Keys = dict[str, tuple[str, float]]  # texts, and when they were created
 
 
 class Exchange(NamedTuple):
@@ -120,14 +122,14 @@ class Island:
                 self.world.commit(self, attempt)
                 yield from self.mine.welcome()
                 return
-        kept = yield from self.mine.take_over()
-        self.receive()
-        if not kept:
+        if not (yield from self.mine.take_over()):
             self.drop()
+        self.receive()
 
     def receive(self) -> None:
         self.shared, self.steps = self.world.given.pop(self.name), self.mine.steps
         self.clock, self.visiting = self.steps * self.every, True
+        self.world.check(self)
 
     def drop(self) -> None:
         self.dropped |= self.moved | self.memory
@@ -145,6 +147,7 @@ class Island:
         self.moved, self.memory = saved.moved, saved.memory
         self.clock = self.steps * self.every
         self.begin()
+        self.world.check(self)
 
     def save(self) -> None:
         mine = self.mine
@@ -184,7 +187,7 @@ class World:
         self.chance, self.make, self.forgets = random.Random(seed), make, forgets
         self.now, self._number = 0.0, 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self.keys: dict[str, tuple[str, float]] = {}
+        self.keys: Keys = {}
         self.islands: list[Island] = []
         self.given: dict[str, Held] = {}
         self.story: list[str] = []
@@ -294,37 +297,36 @@ class World:
     def _request(self, island: Island, action: Any, since: float) -> None:
         """Send a request, which may be lost, or come late, or twice, or its answer be lost."""
         chance = self.chance
-        is_quick, fate, keys = self.calm or chance.random() < 0.95, chance.random(), self.keys
+        is_quick, fate = self.calm or chance.random() < 0.95, chance.random()
         delay = chance.expovariate(20.0) if is_quick else chance.uniform(0.1, 3.0)
         if self.calm:
             fate = 0.5
+        self.after(delay, partial(self._come, island, action, self.keys, since, fate))
+        if isinstance(action, actions.Create) and fate > 0.99:  # it comes once more, much later
+            later = chance.uniform(0.0, 10 * PATIENCE)
+            self.after(later, partial(self._answer, self.keys, action))
 
-        def again() -> None:
-            if island.ended:
-                return
-            if self.now - since > LONGEST * PATIENCE:
-                island.ended = "the place does not answer"
-                self.tell(f"{island.name} fails: the place does not answer")
-            else:
-                self._request(island, action, since)
-
-        def come() -> None:
-            if island.ended and fate > 0.5:
-                return
-            if self.now < self._down or fate < 0.01:
-                self.after(1.0, again)
-                return
-            answer = self._answer(keys, action)
-            if fate < 0.02:  # the answer is lost
-                self.after(1.0, again)
-                return
+    def _come(self, island: Island, action: Any, keys: Keys, since: float, fate: float) -> None:
+        """Answer a request that has come to the place, unless it is down, or something is lost."""
+        if island.ended and fate > 0.5:
+            return
+        is_lost = self.now < self._down or fate < 0.01
+        answer = None if is_lost else self._answer(keys, action)
+        if is_lost or fate < 0.02:  # what was lost is the answer
+            self.after(1.0, partial(self._ask_again, island, action, since))
+        else:
             self.resume(island, answer)
 
-        self.after(delay, come)
-        if isinstance(action, actions.Create) and fate > 0.99:  # it comes once more, much later
-            self.after(chance.uniform(0.0, 10 * PATIENCE), lambda: void(self._answer(keys, action)))
+    def _ask_again(self, island: Island, action: Any, since: float) -> None:
+        if island.ended:
+            return
+        if self.now - since > LONGEST * PATIENCE:
+            island.ended = "the place does not answer"
+            self.tell(f"{island.name} fails: the place does not answer")
+        else:
+            self._request(island, action, since)
 
-    def _answer(self, keys: dict[str, tuple[str, float]], action: Any) -> str | None:
+    def _answer(self, keys: Keys, action: Any) -> str | None:
         match action:
             case actions.Create(key, text):
                 return keys.setdefault(key, (text, self.now))[0]
@@ -362,10 +364,12 @@ class World:
             and found[0].until <= self.now
         ):
             _, holds, held = found
+            is_lost = not self.calm and self.chance.random() < 0.05
 
             def received() -> None:
-                self.given[island.name] = held
-                self.resume(island, holds)
+                if not is_lost:
+                    self.given[island.name] = held
+                self.resume(island, "it ended in the middle" if is_lost else holds)
 
             self.after(self.chance.uniform(0.1, 4.0), received)
         elif self.now > until:
@@ -416,11 +420,13 @@ class World:
             counted |= sent
         digest = hash((those[0].shared.digest, tuple(meeting.members), counted))
         meeting.outcome = Held(counted, digest)
-        heard_of_all = self.calm or self.chance.random() < 0.97
-        for one in those:
-            arrived = heard_of_all or self.chance.random() < 0.5
-            wait = 0.0 if arrived else PATIENCE
-            self.after(wait, lambda one=one, arrived=arrived: self.resume(one, Arrived(arrived)))
+        fate = 1.0 if self.calm else self.chance.random()
+        lacking = [one for one in those if fate < 0.02 and self.chance.random() < 0.5]
+        for one in those:  # of what is lost, the last messages tell that all has arrived
+            is_lost = bool(lacking) or (fate < 0.05 and self.chance.random() < 0.5)
+            came = Arrived(not is_lost, one not in lacking)
+            wait = PATIENCE if is_lost else 0.0
+            self.after(wait, lambda one=one, came=came: self.resume(one, came))
 
     def commit(self, island: Island, attempt: Attempt) -> None:
         """Let a step take effect on an island; check that it is the one of all others."""
@@ -444,7 +450,22 @@ class World:
         island.steps += 1
         island.connected = meeting.there
         island.committed.append((self.now, attempt.number))
+        self.check(island)
         self.tell(f"{island.name} commits attempt {attempt.number} with {attempt.members}")
+
+    def check(self, island: Island) -> None:
+        """Check what an island has, which has just changed."""
+        if self.forgets:
+            return
+        number, shared = island.mine.at, island.shared
+        if number and shared.digest != self._commits[number]:
+            raise BrokenPromiseError(f"{island.name} holds another outcome of attempt {number}")
+        pending = island.moved | island.memory
+        if pending & shared.counted:
+            twice = sorted(pending & shared.counted)
+            raise BrokenPromiseError(f"{island.name} is about to count twice: {twice}")
+        if lost := island.trained - shared.counted - pending - island.dropped:
+            raise BrokenPromiseError(f"{island.name} has lost {sorted(lost)} without being told")
 
     def _follows(self, island: Island, number: int) -> None:
         before = max((one for one in self._commits if one < number), default=None)
@@ -561,13 +582,8 @@ def _check(world: World, healed: float) -> None:
     if world.forgets:  # then no more is checked than each exchange
         return
     _check_ended(world)
-    there = [one for one in world.islands if not one.ended]
     if not world._commits:  # too few that could begin
         return
-    for one in there:
-        lost = one.trained - one.shared.counted - one.moved - one.memory - one.dropped
-        if lost:
-            raise BrokenPromiseError(f"{one.name} has lost {sorted(lost)} without being told")
     if not _is_settled(world, healed):
         raise BrokenPromiseError("those who are there do not go on together")
 

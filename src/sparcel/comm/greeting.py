@@ -75,7 +75,7 @@ def _receive(connection: socket.socket, nbytes: int) -> Generator[None, None, by
             yield
             continue
         if not more:
-            raise StrangerError("the other end closed the connection during the greeting")
+            raise ConnectionResetError("the other end closed the connection during the greeting")
         came += more
     return came
 

@@ -18,7 +18,7 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
 
-from sparcel.comm.greeting import KEY_BYTES, Greeting, greet, welcome
+from sparcel.comm.greeting import KEY_BYTES, Greeting, StrangerError, greet, welcome
 
 _KEY = "key"
 
@@ -44,6 +44,9 @@ class UnreachedError(ConnectionError):
 _STRANGERS = 128
 """How many connections may be open at once that have not proven to be a rank."""
 
+_PAUSE_SECONDS = 0.01
+"""How long a rank waits before it dials again."""
+
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 """The errors of a process, or of a machine, that has as many open files as it may have."""
 
@@ -53,7 +56,7 @@ def connect_all(store: Store, address: str, rank: int, size: int, timeout: float
 
     Every rank listens at its ``address`` for the higher ranks and dials the lower ones. Both ends
     of a connection prove that they know the group's key, which is in the store until all ranks have
-    read it.
+    read it. A rank that strangers have pushed out by their number before that dials again.
 
     Raises
     ------
@@ -65,13 +68,14 @@ def connect_all(store: Store, address: str, rank: int, size: int, timeout: float
     deadline = time.monotonic() + timeout
     if rank == 0:
         store.set(_KEY, os.urandom(KEY_BYTES).hex())
-    meeting = _Meeting(address, bytes.fromhex(_read(store, _KEY, deadline)), rank, size)
+    key = bytes.fromhex(_read(store, _KEY, deadline))
+    meeting = _Meeting(address, key, rank, size, deadline)
     try:
         store.set(f"address{rank}", " ".join(map(str, meeting.address)))
         for peer in range(rank):
             host, port = _read(store, f"address{peer}", deadline).split()
-            meeting.dial(peer, (host, int(port)), deadline)
-        meeting.wait(deadline)
+            meeting.dial(peer, (host, int(port)))
+        meeting.wait()
         if rank == 0:  # the others have proven to this rank that they have read the key
             store.delete_key(_KEY)
     except BaseException:
@@ -99,7 +103,7 @@ class _Meeting:
         The connections to ranks that have proven themselves, by rank.
     """
 
-    def __init__(self, address: str, key: bytes, rank: int, size: int) -> None:
+    def __init__(self, address: str, key: bytes, rank: int, size: int, deadline: float) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         most = size + _STRANGERS
         listener = socket.create_server((address, 0), family=family, backlog=most)
@@ -109,7 +113,9 @@ class _Meeting:
         if unix is not None:
             self._listeners.append(unix)
         self.connected: dict[int, socket.socket] = {}
-        self._key, self._rank, self._most = key, rank, most
+        self._key, self._rank, self._most, self._deadline = key, rank, most, deadline
+        self._dialled: dict[int, Address] = {}
+        self._dropped: list[int] = []
         self._expected = set(range(size)) - {rank}
         # Each greeting with the rank that this one dialled, or None; the oldest first.
         self._greetings: dict[socket.socket, tuple[Greeting, int | None]] = {}
@@ -118,25 +124,26 @@ class _Meeting:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ)
 
-    def dial(self, peer: int, address: Address, deadline: float) -> None:
+    def dial(self, peer: int, address: Address) -> None:
         """Connect to a lower rank, and begin to greet it."""
+        self._dialled[peer] = address
         connection = None
         if address[0] == self.address[0]:
             connection = _unix_socket(_unix_name(self._key, address))
         if connection is None:
             try:
-                connection = socket.create_connection(address, timeout=_left(deadline))
+                connection = socket.create_connection(address, timeout=_left(self._deadline))
             except OSError as error:
                 host, port = address
                 text = f"rank {peer} of the group cannot be reached at {host}:{port}: {error}"
                 raise UnreachedError(text, [peer]) from error
         self._begin(connection, greet(connection, self._key, self._rank, peer), peer)
 
-    def wait(self, deadline: float) -> None:
+    def wait(self) -> None:
         """Wait until all ranks have proven themselves."""
         while self._expected:
-            ready = self._selector.select(_left(deadline))
-            if time.monotonic() >= deadline:
+            ready = self._selector.select(0 if self._dropped else _left(self._deadline))
+            if time.monotonic() >= self._deadline:
                 peers = sorted(self._expected)
                 raise UnreachedError(f"timed out without ranks {peers} of the group", peers)
             for connection in [entry.fileobj for entry, _ in ready]:
@@ -145,6 +152,10 @@ class _Meeting:
                     self._accept(connection)
                 elif connection in self._greetings:
                     self._go_on(connection)
+            dropped, self._dropped = self._dropped, []
+            for peer in dropped:
+                time.sleep(_PAUSE_SECONDS)
+                self.dial(peer, self._dialled[peer])
 
     def close(self) -> None:
         """Close the listening socket and the connections that were not greeted to the end."""
@@ -183,10 +194,13 @@ class _Meeting:
             self._expected.remove(end.value)
             self.connected[end.value] = connection
         except OSError as error:
-            if dialled is not None:
+            self._drop(connection)
+            if dialled is None:
+                return
+            if isinstance(error, StrangerError):
                 text = f"rank {dialled} did not greet: {error}"
                 raise UnreachedError(text, [dialled]) from error
-            self._drop(connection)
+            self._dropped.append(dialled)
 
     def _drop_oldest(self) -> bool:
         """Drop the oldest connection that has not proven to be a rank; return whether one was."""

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from sparcel.comm import digest
@@ -60,8 +59,7 @@ class Attempt(NamedTuple):
     members: list[int]
 
 
-@dataclass(frozen=True)
-class Came:
+class Came(NamedTuple):
     """What an island tells when it comes.
 
     Attributes
@@ -344,7 +342,7 @@ class Protocol:
         if self._mine is not None and (self._mine[0], self._mine[2]) == (self._next, came):
             return
         slot = len(self._came.get(self._next, ())) + 1
-        text = json.dumps(asdict(came))
+        text = json.dumps(came._asdict())
         while (yield Create(f"{self._next}.came.{slot}", text)) != text:
             slot += 1
         self._mine = self._next, slot, came
