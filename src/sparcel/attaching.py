@@ -8,7 +8,6 @@ from os import PathLike
 from typing import TYPE_CHECKING, Unpack
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +21,7 @@ from sparcel.optim import is_muon
 from sparcel.rates import Rates
 from sparcel.schemes import Scheme, Settings, chosen_scheme
 from sparcel.training import Averager, Carrier, Handle, Policy, Scope, stays_dense
-from sparcel.training.checks import checked_optimizers, warn_if_alone
+from sparcel.training.checks import check_updates, checked_optimizers, warn_if_alone
 from sparcel.training.driver import Driver
 from sparcel.training.momentum import check_momentum
 from sparcel.training.names import model_patterns
@@ -149,7 +148,7 @@ def attach(
     check_callable(policy, "policy")
     optimizers = checked_optimizers(optimizer)
     for one in optimizers:
-        _check_parameters(one, driver.parameters)
+        check_updates(one, driver.parameters.values())
     if densities is not None:
         check_type(densities, Mapping, "densities")
     if "scheme" in settings:
@@ -198,16 +197,6 @@ def attach(
         handle.close()
         raise
     return handle
-
-
-def _check_parameters(optimizer: torch.optim.Optimizer, own: Mapping[str, Tensor]) -> None:
-    ids = {id(parameter) for parameter in own.values()}
-    updated = (one for group in optimizer.param_groups for one in group["params"])
-    if not any(id(one) in ids for one in updated):
-        raise InputError(
-            "optimizer updates none of the model's parameters; pass the one that does, and make it"
-            " after fully_shard, which replaces parameters"
-        )
 
 
 _BY_NAME: Mapping[type, str] = {

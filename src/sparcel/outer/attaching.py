@@ -26,7 +26,7 @@ from sparcel.outer.shared import Shared
 from sparcel.schemes import Scheme
 from sparcel.stores import Store
 from sparcel.training import Averager
-from sparcel.training.checks import checked_optimizers, warn_if_alone
+from sparcel.training.checks import check_updates, checked_optimizers, warn_if_alone
 
 Place: TypeAlias = "Group | DeviceMesh | Store | str | os.PathLike[str]"
 """Where islands meet: see `attach`."""
@@ -115,7 +115,9 @@ def attach(
             "the inner optimiser is schedule-free: it keeps parameters of its own, which islands do"
             " not share, so what it brings by eval() differs between islands; evaluate outer.shared"
         )
-    watched = Model(model, buffers == "average")
+    watched = Model(model, buffers == "average", optimizers)
+    for one in optimizers:
+        check_updates(one, model.parameters())
     ranks = Ranks.of(model, watched)
     if islands is None and (ranks.copies or ranks.shard):
         raise InputError(

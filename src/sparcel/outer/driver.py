@@ -173,6 +173,7 @@ class Outer:
             model.look()
             for vector in self._fragment:
                 vector.put(model.parameters, keep)
+            model.settle()
             self._shared.buffers.put(model.buffers, keep)
             model.keep()
         self.steps += 1

@@ -21,6 +21,7 @@ from sparcel._checks import all_finite
 from sparcel.comm import ALL_CONTROL
 from sparcel.errors import CommunicationError
 from sparcel.fsdp import checked_mesh, group_of_ranks
+from sparcel.memory import wide_dtype
 from sparcel.outer.model import Model, unwrapped
 from sparcel.outer.shared import Shared
 from sparcel.training import Shard, Stats
@@ -207,7 +208,10 @@ class Copies:
             model.look()
             shared = (vector.shared for vector in self._shared.vectors)
             for tensor in (*model.parameters.values(), *model.buffers.values(), *shared):
-                dist.broadcast(tensor, group=self._group, group_src=0)
+                wide = tensor.to(wide_dtype(tensor.dtype))  # a copy may be on one rank only
+                dist.broadcast(wide, group=self._group, group_src=0)
+                tensor.copy_(wide)
+            model.settle()
         return found
 
 

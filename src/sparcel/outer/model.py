@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.optim import Optimizer
 
 from sparcel._checks import FLOAT_DTYPES, all_finite
 from sparcel.errors import InputError
@@ -28,7 +29,8 @@ class Model:
 
     Memory may be moved, and modules replaced, as long as the parameters to train keep their names
     and shapes. Of a sharded model, tensors are this rank's shards. Complex tensors have one more
-    dimension, of 2.
+    dimension, of 2. Where an optimiser keeps copies of parameters in more bits, from which it makes
+    them in each step, the copies are exchanged.
 
     Parameters
     ----------
@@ -36,6 +38,8 @@ class Model:
         The model, which may be wrapped.
     averages
         Whether buffers become averages.
+    optimizers
+        Those that train it.
 
     Attributes
     ----------
@@ -54,8 +58,10 @@ class Model:
         When a model cannot be exchanged, or has changed since.
     """
 
-    def __init__(self, module: nn.Module, averages: bool) -> None:
-        self._module, self._averages = module, averages
+    def __init__(self, module: nn.Module, averages: bool, optimizers: Sequence[Optimizer]) -> None:
+        self._module, self._averages, self._optimizers = module, averages, optimizers
+        self._copied: set[tuple[int, str]] = set()
+        """The optimisers that keep copies, by their places, and under which names."""
         self.parameters: dict[str, Tensor] = {}
         self.look()
         if not self.parameters:
@@ -83,7 +89,9 @@ class Model:
         self.whole: dict[str, DTensor] = {
             name: one for name, one in found.items() if isinstance(one, DTensor)
         }
-        self.parameters = {name: _local(one) for name, one in found.items()}
+        copies = self._find_copies()
+        self.parameters = {name: _local(copies.get(one, one)) for name, one in found.items()}
+        self._rounded = {name: _local(one) for name, one in found.items() if one in copies}
         iterated = set(_power_iterations(self._module))
         device = next((one.device for one in self.parameters.values()), None)
         self.buffers, self._local = dict[str, Tensor](), dict[str, Tensor]()
@@ -93,6 +101,23 @@ class Model:
             if is_dense and one.device == device and not is_mask:
                 averaged = self._averages and id(one) not in iterated
                 (self.buffers if averaged else self._local)[plain[name]] = _local(one)
+
+    def settle(self) -> None:
+        """Let parameters become what the optimisers' copies of them, which were written to, are."""
+        for name, one in self._rounded.items():
+            one.copy_(self.parameters[name])
+
+    def _find_copies(self) -> dict[Tensor, Tensor]:
+        """Return the copies in more bits that optimisers keep of parameters."""
+        found = dict[Tensor, Tensor]()
+        for place, optimizer in enumerate(self._optimizers):
+            states = optimizer.state
+            for key in {key for state in states.values() for key in state}:
+                kept = {one: state[key] for one, state in states.items() if key in state}
+                if (place, key) in self._copied or _are_copies(kept):
+                    self._copied.add((place, key))
+                    found |= kept
+        return found
 
     def keep(self) -> None:
         """Keep what this island's own buffers hold, if it is finite."""
@@ -147,6 +172,17 @@ def _local(tensor: Tensor) -> Tensor:
     """Return a tensor's values, or this rank's, as floats that share its memory."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
     return torch.view_as_real(local) if local.is_complex() else local
+
+
+def _are_copies(kept: dict[Tensor, object]) -> bool:
+    """Tell whether what an optimiser keeps of each parameter is a copy of it in more bits."""
+    return all(
+        isinstance(one, Tensor)
+        and one.shape == parameter.shape
+        and torch.promote_types(one.dtype, parameter.dtype) != parameter.dtype
+        and torch.equal(_local(one).to(parameter.dtype), _local(parameter))
+        for parameter, one in kept.items()
+    ) and any(_local(parameter).any() for parameter in kept)
 
 
 def _described(tensor: Tensor) -> str:

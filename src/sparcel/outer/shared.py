@@ -113,6 +113,7 @@ class Shared:
         def shift() -> None:
             for vector, before in zip(self._vectors, parameters, strict=True):
                 vector.shift(self.model.parameters, before)
+            self.model.settle()
             for name, shared, one in self.buffers.changed(self.model.buffers):
                 one.add_(shared - buffers[name])
 
@@ -122,6 +123,7 @@ class Shared:
         """Let this island go on with all that is shared."""
         for vector in self._vectors:
             vector.put(self.model.parameters)
+        self.model.settle()
         self.buffers.put_all(self.model.buffers)
 
     def step(self, fragment: Sequence[Vector]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from os import PathLike
 
 import torch
@@ -41,6 +41,16 @@ def _with_hooks(optimizer: Optimizer) -> Optimizer:
             )
         optimizer = inside[0]
     return optimizer
+
+
+def check_updates(optimizer: Optimizer, tensors: Iterable[Tensor]) -> None:
+    """Raise an `InputError` if an optimiser updates none of a model's parameters."""
+    ids = {id(one) for one in tensors}
+    if not any(id(one) in ids for group in optimizer.param_groups for one in group["params"]):
+        raise InputError(
+            "optimizer updates none of the model's parameters; pass the one that does, and make it"
+            " after fully_shard, which replaces parameters"
+        )
 
 
 def check_arguments(
