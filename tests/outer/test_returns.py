@@ -380,7 +380,7 @@ def test_what_strangers_send_changes_nothing(tmp_path: Path) -> None:
 
 def test_the_digest_sees_permutations_and_signs() -> None:
     def of(tensor: Tensor) -> int:
-        shared = Shared(Model(nn.ParameterList([tensor]), averages=False), PLAIN)
+        shared = Shared(Model(nn.ParameterList([tensor]), False, []), PLAIN)
         return shared.digest(shared.vectors)
 
     plain = torch.randn(6, 10)
