@@ -13,8 +13,8 @@ from sparcel.outer.method import Method
 from sparcel.outer.model import Model
 from sparcel.outer.vectors import Buffers, Vector, by_dtype
 
-_CHUNK, _ODD = 1 << 20, 0x1E3779B97F4A7C15
-"""How many elements a sum takes at a time, and a number without a pattern in its bits."""
+_CHUNK, _ODD = 1 << 18, 0x1E3779B97F4A7C15
+"""How many words a sum takes at a time, and a number without a pattern in its bits."""
 
 
 class Shared:
@@ -136,16 +136,19 @@ class Shared:
         self.buffers.step()
 
     def digest(self, vectors: Sequence[Vector]) -> int:
-        """Return 62 bits that differ, as good as surely, if the shared values of islands do."""
-        total = 0
+        """Return 62 bits that differ, as good as surely, if the shared values of islands do.
+
+        Each word counts times an odd number of its place, so that permutations are seen.
+        """
+        odd, total = torch.arange(_CHUNK, device=self.device).mul_(2).add_(1).mul_(_ODD), 0
         for vector in vectors:
-            for start in range(0, vector.shared.numel(), _CHUNK):
-                words = vector.shared[start : start + _CHUNK].view(torch.int64)
-                places = torch.arange(words.numel(), device=words.device).add_(start)
-                # Each word times an odd number of its place; the shift lets signs count, too.
-                mixed = (words ^ (words >> 31)).mul_(places.mul_(2).add_(1).mul_(_ODD))
-                total = (total * 31 + int(mixed.sum())) % (1 << 64)
-        return total >> 2
+            words, total = vector.shared.view(torch.int64), total * 31
+            for start in range(0, words.numel(), _CHUNK):
+                mixed = words[start : start + _CHUNK] >> 31  # so that signs are seen, too
+                mixed ^= words[start : start + _CHUNK]
+                total += int(mixed.sum()) * 2 * start * _ODD
+                total += int(mixed.mul_(odd[: mixed.numel()]).sum())
+        return (total % (1 << 64)) >> 2
 
 
 def _dealt(tensors: Mapping[str, Tensor], fragments: int) -> list[dict[str, Tensor]]:
