@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 from sparcel.comm import Communicator, ConnectedCommunicator
-from sparcel.outer.bucket import BucketRendezvous, BucketStore
+from sparcel.outer.bucket import BucketRendezvous
+from sparcel.outer.files import BucketStore
 from sparcel.stores import Store
 
 PATIENCE = 60.0

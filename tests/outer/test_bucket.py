@@ -29,8 +29,9 @@ from sparcel.comm import Call, Communicator, LostPeerError
 from sparcel.delta import Folder, store_at
 from sparcel.errors import CommunicationError, InputError, MismatchError
 from sparcel.ops import MAX, MIN, PRODUCT, SUM
-from sparcel.outer import bucket
-from sparcel.outer.bucket import BucketEngine, BucketRendezvous, BucketStore
+from sparcel.outer import files
+from sparcel.outer.bucket import BucketEngine, BucketRendezvous
+from sparcel.outer.files import BucketStore
 from sparcel.schemes import Bidirectional
 from tests.collectives.test_processes import run_everything
 from tests.evenly import even_averager
@@ -46,7 +47,7 @@ SHORT = 0.5
 
 @pytest.fixture(autouse=True)
 def looking_often() -> Iterator[None]:
-    with patch.multiple(bucket, _FOLDER_SECONDS=0.001, _REMOTE_SECONDS=0.001):
+    with patch.multiple(files, _FOLDER_SECONDS=0.001, _REMOTE_SECONDS=0.001):
         yield
 
 

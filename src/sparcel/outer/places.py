@@ -13,7 +13,8 @@ from sparcel.comm.torch import TorchCommunicator, TorchRendezvous
 from sparcel.errors import CommunicationError, InputError, public_url
 from sparcel.meeting import PORT, Meeting
 from sparcel.outer.board import Board, Patient
-from sparcel.outer.bucket import BucketRendezvous, BucketStore
+from sparcel.outer.bucket import BucketRendezvous
+from sparcel.outer.files import BucketStore
 from sparcel.outer.islands import Place
 from sparcel.outer.protocol import LONGEST
 from sparcel.stores import Store as Bucket
