@@ -28,7 +28,7 @@ _ROOT = "meet-"
 _NAME_CHARACTERS, _KEPT_CHARACTERS = 180, 140
 """How long a key's name may be, and how much remains of a longer one; names end at 255."""
 
-_FOLDER_SECONDS, _REMOTE_SECONDS, _MOST_SECONDS = 0.02, 0.1, 1.0
+_FOLDER_SECONDS, _REMOTE_SECONDS, _MOST_SECONDS = 0.005, 0.1, 1.0
 """How long to wait between two looks: at first, and at most."""
 
 _WAITED_SHARE = 0.1
