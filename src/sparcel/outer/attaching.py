@@ -86,9 +86,9 @@ def attach(
     Raises
     ------
     InputError
-        For an unknown method, a model that cannot be exchanged, ``every`` or ``overlap`` out of
-        range, or a place where nobody can meet. At an outer step, when the parameters to train are
-        others than they were.
+        For an unknown method, a model that cannot be exchanged, an optimiser of other parameters,
+        ``every`` or ``overlap`` out of range, or a place where nobody can meet. At an outer step,
+        when the parameters to train are others than they were.
     MismatchError
         When islands have other settings, or begin with other parameters.
     CommunicationError
