@@ -28,8 +28,8 @@ _ROOT = "meet-"
 _NAME_CHARACTERS, _KEPT_CHARACTERS = 180, 140
 """How long a key's name may be, and how much remains of a longer one; names end at 255."""
 
-_FOLDER_SECONDS, _REMOTE_SECONDS, _MOST_SECONDS = 0.005, 0.1, 1.0
-"""How long to wait between two looks: at first, and at most."""
+_FOLDER_SECONDS, _MEETING_SECONDS, _REMOTE_SECONDS, _MOST_SECONDS = 0.005, 0.02, 0.1, 1.0
+"""How long to wait between two looks: at first, by what is looked at, and at most."""
 
 _WAITED_SHARE = 0.1
 """How long to wait until the next look, as a share of what was waited before."""
@@ -114,8 +114,11 @@ class BucketStore(Store):
                 )
         finally:
             self.place.remove(probe)
-        is_near = isinstance(found, Folder | Meeting)
-        self.pause = _FOLDER_SECONDS if is_near else _REMOTE_SECONDS
+        self.pause = _REMOTE_SECONDS
+        if isinstance(found, Folder):
+            self.pause = _FOLDER_SECONDS
+        elif isinstance(found, Meeting):
+            self.pause = _MEETING_SECONDS
         self._never = threading.Event()
 
     def under(self, prefix: str) -> BucketStore:
