@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from sparcel.outer import actions, protocol
 from sparcel.outer.actions import Action, Create, Read, Run
 from sparcel.outer.protocol import Came, Protocol
-from tests.outer.world import BrokenPromiseError, live
+from tests.outer.world import PATIENCE, BrokenPromiseError, Island, World, live
 
 WORLDS, PIECES = 100_000, 8
 """How many seeds the slow tests live through, and in how many tests."""
@@ -34,6 +36,31 @@ def test_promises_hold_in_many_worlds(piece: int) -> None:
 
 def test_a_seed_is_a_story_that_is_told_again() -> None:
     assert live(7).story == live(7).story != live(8).story
+
+
+class Files(World):
+    """A world in which nobody sees another's connection end."""
+
+    def _do(self, island: Island, action: object) -> None:
+        if isinstance(action, actions.Gone):
+            self.after(0.0, lambda: self.resume(island, set()))
+        else:
+            super()._do(island, action)
+
+
+def test_who_gives_no_sign_of_life_is_not_waited_for() -> None:
+    with patch.object(protocol, "_MOST_SECONDS", 0.8):  # 2 s without one
+        world = Files(0)
+        world.calm = True
+        one, other = world.start("one"), world.start("other")
+        for island in (one, other):
+            island.every, island.inner_s = 1, 0.3
+        world.run(30.0)
+        world.kill(other)
+        world.run(31.0)
+        done = len(one.committed)
+        world.run(30.0 + 0.8 * PATIENCE)
+    assert len(one.committed) > done > 1
 
 
 class KeepsAll(Protocol):

@@ -489,7 +489,8 @@ def live(seed: int, make: Callable[..., Protocol] = Protocol, forgets: bool = Fa
     """Live through a seed's faults, and check what the protocol promises; return the world."""
     world = World(seed, make, forgets)
     try:
-        with patch.object(protocol, "BLOCK", 2):  # so that outcomes are summed up soon
+        # Outcomes are summed up soon, and the silent are not waited for as long as the patience.
+        with patch.multiple(protocol, BLOCK=2, _MOST_SECONDS=0.8):
             _live(world)
     except BrokenPromiseError as error:
         told = "\n".join(world.story[-30:])

@@ -147,6 +147,9 @@ class Protocol:
         """The attempt and the slot to which this island came last, and what it told."""
         self._apart: dict[int, tuple[int, float, str]] = {}
         """How often in a row an island was not reached, until when it is apart, and why."""
+        self._watch: tuple[list[int], str, float, float] = [], "", 0.0, 0.0
+        """Islands that are waited for, their last signs of life, when they were looked for, and how
+        long there has been none."""
         self._brings: list[int] = []
         self._hosted: set[str] = set()
         """The names under which this island has hosted others, each once."""
@@ -314,7 +317,7 @@ class Protocol:
                 self._check_state(alike)
                 yield from self._welcome(number, {*last})
             fit = self._fitting(last)
-            are_enough = yield from self._are_enough(last, fit, now - since)
+            are_enough = yield from self._are_enough(last, fit, now, now - since)
             is_long = are_enough or now - since > self._patience
             if is_long and (yield Read(f"closed.{_block(number)}")) is not None:
                 return None  # the others have gone on
@@ -370,7 +373,9 @@ class Protocol:
                 chosen.append(one)
         return [one.island for one in sorted(chosen, key=lambda one: (one.order, one.island))]
 
-    def _are_enough(self, last: dict[int, Came], fit: list[int], waited: float) -> Run[bool]:
+    def _are_enough(
+        self, last: dict[int, Came], fit: list[int], now: float, waited: float
+    ) -> Run[bool]:
         """Return whether those who have come take part without those who have not."""
         if not self._latest:
             if len(fit) >= self._least:
@@ -386,8 +391,26 @@ class Protocol:
         patience = min(self._patience, _GRACE_SECONDS) if failed else self._patience
         if waited > patience:
             return True
-        expected = {*self._members}.union(*(one.brings for one in last.values()))
-        return expected <= {*last} or expected <= {*last} | (yield Gone())
+        missing = {*self._members}.union(*(one.brings for one in last.values())) - {*last}
+        gone: set[int] = (yield Gone()) if missing else set()
+        if missing <= gone:
+            return True
+        return missing <= gone | (yield from self._silent(missing - gone, now))
+
+    def _silent(self, islands: set[int], now: float) -> Run[set[int]]:
+        """Return those of some islands that give no sign of life, if that is so of all of them.
+
+        A guest gives none while it receives what is shared.
+        """
+        asked, (watched, signs, before, quiet) = sorted(islands & {*self._members}), self._watch
+        # This one, or the place, may have stood still meanwhile.
+        quiet += min(now - before, self._silence / 2)
+        if watched == asked and quiet < self._silence:
+            self._watch = watched, signs, now, quiet
+            return set()
+        later = yield Signs(asked)
+        self._watch = asked, later, now, 0.0
+        return {*asked} if watched == asked and later == signs else set()
 
     def _check_state(self, alike: list[Came]) -> None:
         first = next(one for one in alike if one.steps == self.steps)
