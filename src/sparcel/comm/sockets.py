@@ -56,7 +56,8 @@ def connect_all(store: Store, address: str, rank: int, size: int, timeout: float
 
     Every rank listens at its ``address`` for the higher ranks and dials the lower ones. Both ends
     of a connection prove that they know the group's key, which is in the store until all ranks have
-    read it. A rank that strangers have pushed out by their number before that dials again.
+    read it. If so many strangers connect that a rank's connection is closed before that, the rank
+    dials again.
 
     Raises
     ------

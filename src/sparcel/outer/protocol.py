@@ -398,9 +398,9 @@ class Protocol:
         return missing <= gone | (yield from self._silent(missing - gone, now))
 
     def _silent(self, islands: set[int], now: float) -> Run[set[int]]:
-        """Return those of some islands that give no sign of life, if that is so of all of them.
+        """Return the members among these islands if none of them gives a sign of life any more.
 
-        A guest gives none while it receives what is shared.
+        Guests give none while they receive what is shared, so they are waited for.
         """
         asked, (watched, signs, before, quiet) = sorted(islands & {*self._members}), self._watch
         # This one, or the place, may have stood still meanwhile.
