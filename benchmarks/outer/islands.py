@@ -60,8 +60,10 @@ class Curve(Run):
 
     def __init__(self, data: Path, task: Task, run: str, seed: int, every: int, warm: int) -> None:
         words = run.split(",")
-        settings: dict[str, float] = {
-            k: float(v) for k, _, v in (one.partition("=") for one in words) if v
+        settings = {
+            key: int(text) if text.isdigit() else float(text)
+            for key, _, text in (one.partition("=") for one in words)
+            if text
         }
         words = [one for one in words if "=" not in one]
         method = method_of("dense" if words[0] in NAMED else ",".join(words))

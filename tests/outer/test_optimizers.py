@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.optim import SGD, Optimizer
 from sparcel import simulate
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, SparcelWarning
-from sparcel.outer import attach, diloco
+from sparcel.outer import attach, diloco, streaming
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -108,6 +109,76 @@ def test_copies_that_optimizers_keep_are_exchanged() -> None:
             assert torch.equal(copy, shared[name])
 
     simulate(2, on_rank)
+
+
+ADAPTIVE: dict[str, Callable[..., Optimizer]] = {
+    "adam": partial(torch.optim.Adam, betas=(0.5, 0.99)),
+    "fused": partial(torch.optim.AdamW, fused=True),
+    "nadam": torch.optim.NAdam,
+    "rmsprop": partial(torch.optim.RMSprop, alpha=0.5),
+}
+
+
+def second_moments(
+    make: Callable[..., Optimizer], dtype: torch.dtype, spoilt: int | None = None
+) -> list[list[dict[str, float]]]:
+    """Return the second moments of three islands after each of three outer steps, by parameter.
+
+    Gradients of island r are r + 2, and it learns from r + 1 samples a step. The optimisers have
+    done unlike numbers of steps, and island 2 has none of the bias. Of one island, parameters hold
+    Inf in the first outer step.
+    """
+
+    def on_rank(comm: Communicator) -> list[dict[str, float]]:
+        model = nn.Linear(3, 2, dtype=dtype)
+        inner = make(model.parameters(), lr=1e-3)
+
+        def step() -> None:
+            model.weight.grad = torch.full_like(model.weight, comm.rank + 2)
+            model.bias.grad = None if comm.rank == 2 else torch.full_like(model.bias, comm.rank + 2)
+            inner.step()
+
+        for _ in range(20 + 10 * comm.rank):
+            step()
+        for one in model.parameters():
+            nn.init.zeros_(one)
+        method, found = replace(diloco(), moments=2), list[dict[str, float]]()
+        outer = attach(model, inner, method, every=2, islands=comm)
+        while outer.steps < 3:
+            if outer.steps == 0 and comm.rank == spoilt:
+                nn.init.constant_(model.weight, torch.inf)
+            outer.count(comm.rank + 1)
+            step()
+            if outer.steps > len(found):
+                moments = outer._shared.model.moments().items()  # type: ignore[union-attr]
+                found.append({name: float(one.kept[0].max() / one.bias) for name, one in moments})
+        return found
+
+    return simulate(3, on_rank).results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_second_moments_become_averages(name: str, dtype: torch.dtype) -> None:
+    """In the first and third outer step, if all islands have them."""
+    first, second, third = zip(*second_moments(ADAPTIVE[name], dtype), strict=True)
+    close = 1e-3 if dtype == torch.float32 else 0.05
+    mean = (1 * 4 + 2 * 9 + 3 * 16) / 6
+    assert [one["weight"] for one in first] == pytest.approx([mean] * 3, rel=close)
+    assert [one["bias"] for one in first[:2]] == pytest.approx([4, 9], rel=close)
+    assert len({one["weight"] for one in second}) == 3
+    assert [one["weight"] for one in third] == pytest.approx([third[0]["weight"]] * 3, rel=close)
+
+
+def test_an_island_with_inf_brings_no_second_moments() -> None:
+    first, *_ = zip(*second_moments(ADAPTIVE["adam"], torch.float32, spoilt=0), strict=True)
+    mean = (2 * 9 + 3 * 16) / 5
+    assert [one["weight"] for one in first] == pytest.approx([4, mean, mean], rel=1e-3)
+
+
+def test_second_moments_are_not_averaged_beside_inner_steps() -> None:
+    with pytest.raises(InputError, match="only without overlap"):
+        replace(streaming(), moments=16)
 
 
 def test_an_optimizer_of_other_parameters_is_refused() -> None:

@@ -20,6 +20,7 @@ from sparcel.outer.island import Copies, Follower, Ranks, Shards
 from sparcel.outer.islands import Elastic, Fixed
 from sparcel.outer.method import Method, chosen_method
 from sparcel.outer.model import Model, unwrapped
+from sparcel.outer.moments import entry
 from sparcel.outer.pace import Pace
 from sparcel.outer.places import meeting_at
 from sparcel.outer.shared import Shared
@@ -135,11 +136,12 @@ def attach(
         tensors = shared.by_name()
         shards = Shards(ranks.shards, shared.device)
         joined = _islands_at(islands, patience, settings, shared, least, shards)
+        moments = {entry(name): tensors[name] for name in watched.parameters if chosen.moments}
         averager = Averager(
-            tensors,
+            tensors | moments,
             chosen.scheme,
             group=_group(islands if joined is None else joined.comm),
-            policy=lambda name, _: name in watched.buffers,
+            policy=lambda name, _: name in watched.buffers or name in moments,
             frontload=False,
             shard=ranks.shard,
         )

@@ -18,6 +18,7 @@ from sparcel.outer import saved
 from sparcel.outer.island import Copies, Shards, count_steps, forget_spoilt
 from sparcel.outer.islands import Elastic, Fixed, Islands
 from sparcel.outer.method import Method
+from sparcel.outer.moments import Moments
 from sparcel.outer.pace import Pace, Weights
 from sparcel.outer.shared import Shared
 from sparcel.outer.vectors import Vector
@@ -79,6 +80,8 @@ class Outer:
         self._changed = self._anew = False
         """Whether this island goes on from what is shared since the last `lead`, and whether it
         does because of NaN or Inf."""
+        self._moments, self._averaged = Moments(), list[str]()
+        """Second moments, and the parameters whose have become averages since the last `lead`."""
         self._undone = False
         """Whether the model was loaded from a checkpoint of before this island took over."""
         self._weights = Weights(len(shared.fragments))
@@ -151,8 +154,9 @@ class Outer:
 
     def lead(self) -> None:
         """Tell ranks that hold the same as this one what has changed since the last call."""
-        self._copies.lead(self.steps, self.islands, self._changed, self._anew)
-        self._changed = self._anew = False
+        changed, anew = self._changed, self._anew
+        self._copies.lead(self.steps, self.islands, changed, anew, self._averaged)
+        self._changed, self._anew, self._averaged = False, False, []
 
     def _go_on(self) -> None:
         """Wait for the exchange that is under way, and go on with its outcome."""
@@ -176,6 +180,7 @@ class Outer:
             model.settle()
             self._shared.buffers.put(model.buffers, keep)
             model.keep()
+            self._averaged = self._moments.put()
         self.steps += 1
         self._pace.begin()
         self._islands.committed(self._clock)
@@ -282,6 +287,12 @@ class Outer:
         """The number of the fragment that the next outer step is of."""
         return self.steps % len(self._shared.fragments)
 
+    @property
+    def _shares_moments(self) -> bool:
+        """Whether second moments become averages in the next outer step."""
+        every, times = self._method.moments, self.steps // len(self._shared.fragments)
+        return every > 0 and times % every == 0
+
     def _is_due(self) -> bool:
         is_due = self._pace.is_due(self._clock, self.steps)
         # The ranks of an island count the same steps, and not the same seconds.
@@ -312,6 +323,10 @@ class Outer:
         self._weight = self._weights.move(self._turn)
         self._spoilt = [name for one in self._fragment for name in one.move(model.parameters)]
         self._finite = self._shards.all(not self._spoilt)
+        if self._shares_moments:
+            self._moments.move(self._fragment, model.moments())
+        else:
+            self._moments.move((), {})
         averages = self._finite and self._turn == 0
         if spoilt := buffers.move(model.buffers if averages else {}):
             warn(
@@ -337,7 +352,7 @@ class Outer:
             if islands.comm is not self._connected:
                 averager.connect(islands.comm, self.steps)
                 self._connected = islands.comm
-            counting, own = self._agree()
+            counting, own, moments = self._agree()
             some_do_not = counting < averager.comm.size
             if not counting or (some_do_not and self._poison == "void"):
                 decide(False)
@@ -348,6 +363,7 @@ class Outer:
                     _scale(vector.moved, own if self._method.by_senders else share)
                     averager.queue(vector.moved, vector.places)
                 self._shared.buffers.queue(averager, share)
+                self._moments.queue(averager, share, moments)
                 averager.finish(decide)
         except CommunicationError:
             if isinstance(islands, Fixed) or decides:
@@ -363,16 +379,18 @@ class Outer:
             averager.decay([name for one in fragment for name in one.places], self._method.decay)
         return "done"
 
-    def _agree(self) -> tuple[int, float]:
+    def _agree(self) -> tuple[int, float, list[bool]]:
         """Learn what all islands bring, if they share the same parameters.
 
-        Return how many of them count, and by how much this one is multiplied in their average. The
-        learning rate becomes that of the island which has taken part for longest.
+        Return how many of them count, by how much this one is multiplied in their average, and
+        which second moments all bring. The learning rate becomes that of the island which has taken
+        part for longest.
         """
         comm, buffers = self._averager.comm, self._shared.buffers
         vectors = [*self._fragment, *(buffers.vectors if self._turn == 0 else ())]
         numbers = torch.tensor([self._shared.rate, self._weight], dtype=torch.float64)
-        told = torch.tensor([self._digest(vectors), self._finite, *buffers.flags])
+        own = [*buffers.flags, *self._moments.flags]
+        told = torch.tensor([self._digest(vectors), self._finite, *own])
         told = torch.cat([numbers.view(torch.int64), told])
         blocks = comm.run(
             lambda: comm.gather_blocks(told.view(torch.uint8), [told.nbytes] * comm.size)
@@ -397,8 +415,12 @@ class Outer:
             self._was_told, self._shared.rate = True, rate
         counting = [weight for weight, counts in zip(weights, finite, strict=True) if counts]
         share = self._weights.share(counting, self._weight) if self._finite else 0.0
-        buffers.averaged = [any(flag) for flag in flags]
-        return len(counting), share
+        buffers.averaged = [any(flag) for flag in flags[: len(buffers.flags)]]
+        moments = [
+            all(brings or not counts for brings, counts in zip(flag, finite, strict=True))
+            for flag in flags[len(buffers.flags) :]
+        ]
+        return len(counting), share, moments
 
     def _digest(self, vectors: Sequence[Vector]) -> int:
         """Return what sums up shared values on all ranks of this island."""

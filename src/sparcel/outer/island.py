@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -162,7 +162,9 @@ class Copies:
     def __init__(self, group: dist.ProcessGroup | None, shared: Shared) -> None:
         self._group, self._shared = group, shared
 
-    def lead(self, steps: int, islands: int, changed: bool, anew: bool) -> None:
+    def lead(
+        self, steps: int, islands: int, changed: bool, anew: bool, averaged: Collection[str] = ()
+    ) -> None:
         """Tell the others what an inner step has ended with.
 
         Parameters
@@ -175,8 +177,10 @@ class Copies:
             Whether parameters are others than this inner step has made.
         anew
             Whether this island goes on from what is shared, because of NaN or Inf.
+        averaged
+            The parameters whose second moments have become averages.
         """
-        self._share(steps, islands, changed, anew)
+        self._share(steps, islands, changed, anew, averaged=averaged)
 
     def fail(self) -> None:
         """Tell the others that an outer step has failed."""
@@ -190,18 +194,20 @@ class Copies:
         CommunicationError
             When the first rank has failed.
         """
-        steps, islands, _, anew = self._share(0, 0, False, False)
+        steps, islands, _, anew, _ = self._share(0, 0, False, False)
         if steps == _FAILED:
             raise CommunicationError(
                 "the first rank of this island could not exchange; its own output tells why"
             )
         return steps, islands, bool(anew)
 
-    def _share(self, *told: int) -> list[int]:
+    def _share(self, *told: int, averaged: Collection[str] = ()) -> list[int]:
         if self._group is None:
-            return [*told]
+            return [*told, len(averaged)]
         model = self._shared.model
-        numbers = torch.tensor(told, device=next(iter(model.parameters.values())).device)
+        numbers = torch.tensor(
+            [*told, len(averaged)], device=next(iter(model.parameters.values())).device
+        )
         dist.broadcast(numbers, group=self._group, group_src=0)
         found: list[int] = numbers.tolist()
         if found[2]:
@@ -212,7 +218,25 @@ class Copies:
                 dist.broadcast(wide, group=self._group, group_src=0)
                 tensor.copy_(wide)
             model.settle()
+        if found[-1]:
+            self._share_moments(averaged)
         return found
+
+    def _share_moments(self, averaged: Collection[str]) -> None:
+        """Take over the first rank's second moments; a rank may keep those of some tensors only."""
+        model = self._shared.model
+        own, parameters = model.moments(), model.parameters.items()
+        device = next(iter(model.parameters.values())).device
+        flags = torch.tensor([name in averaged for name, _ in parameters], device=device).int()
+        dist.broadcast(flags, group=self._group, group_src=0)
+        for (name, parameter), flag in zip(parameters, flags.tolist(), strict=True):
+            if flag:
+                wide = torch.zeros_like(parameter, dtype=wide_dtype(parameter.dtype))
+                if name in own:
+                    wide.copy_(own[name].kept)
+                dist.broadcast(wide, group=self._group, group_src=0)
+                if name in own:
+                    own[name].kept.copy_(wide)
 
 
 class Follower:

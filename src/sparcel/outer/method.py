@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from sparcel._checks import check_type, checked_flag, checked_number, checked_whole
-from sparcel.errors import checked_name
+from sparcel.errors import InputError, checked_name
 from sparcel.formats import FewBits, Format
 from sparcel.schemes import Bidirectional, Dense, Scheme
 from sparcel.schemes.papers.sparseloco import SparseLoCo
@@ -37,6 +37,9 @@ class Method:
     keep
         The share of an island's own parameters in what it goes on with, in [0, 1): the rest are the
         shared parameters.
+    moments
+        After how many exchanges of a fragment the second moments that Adam and its kin keep of
+        gradients become their averages, too, in float32; the first counts. 0: never.
     """
 
     scheme: Scheme
@@ -47,6 +50,7 @@ class Method:
     fragments: int = 1
     overlap: int = 0
     keep: float = 0.0
+    moments: int = 0
 
     def __post_init__(self) -> None:
         check_type(self.scheme, Scheme, "scheme", "sparcel.scheme('topk') makes one")
@@ -57,6 +61,9 @@ class Method:
         checked_whole(self.fragments, "fragments", 1)
         checked_whole(self.overlap, "overlap", 0)
         checked_number(self.keep, "keep", at_least=0, below=1)
+        checked_whole(self.moments, "moments", 0)
+        if self.moments and self.overlap:
+            raise InputError("second moments are averaged only without overlap; pass overlap=0")
         if not self.momentum:
             object.__setattr__(self, "nesterov", False)  # SGD has none without momentum
 
@@ -67,8 +74,8 @@ class Method:
 
 
 def default() -> Method:
-    """Everything in 4 bits, up and down, with error feedback, and DiLoCo's outer optimiser."""
-    return Method(Bidirectional(1.0, format="packed:4"))
+    """Everything in 4 bits, up and down, with error feedback, and second moments now and then."""
+    return Method(Bidirectional(1.0, format="packed:4"), lr=1.0, momentum=0.7, moments=16)
 
 
 def diloco(lr: float = 0.7, momentum: float = 0.9) -> Method:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from sparcel._checks import FLOAT_DTYPES, all_finite
 from sparcel.errors import InputError
+from sparcel.outer.moments import Moment, moments_of
 from sparcel.training.names import model_names
 
 _WAY_OUT = (
@@ -89,6 +90,7 @@ class Model:
         self.whole: dict[str, DTensor] = {
             name: one for name, one in found.items() if isinstance(one, DTensor)
         }
+        self._trained = found
         copies = self._find_copies()
         self.parameters = {name: _local(copies.get(one, one)) for name, one in found.items()}
         self._rounded = {name: _local(one) for name, one in found.items() if one in copies}
@@ -106,6 +108,15 @@ class Model:
         """Let parameters become what the optimisers' copies of them, which were written to, are."""
         for name, one in self._rounded.items():
             one.copy_(self.parameters[name])
+
+    def moments(self) -> dict[str, Moment]:
+        """Return the second moments that the optimisers keep, as `parameters` are."""
+        kept = moments_of(self._optimizers)
+        return {
+            name: kept[one]._replace(kept=_local(kept[one].kept))
+            for name, one in self._trained.items()
+            if one in kept
+        }
 
     def _find_copies(self) -> dict[Tensor, Tensor]:
         """Return the copies in more bits that optimisers keep of parameters."""

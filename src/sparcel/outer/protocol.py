@@ -95,6 +95,26 @@ class Came(NamedTuple):
         return self.at, self.steps, self.state
 
 
+class Watch:
+    """Tells whether islands have given no sign of life for so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._islands: Sequence[int] = ()
+        self._signs, self._before, self._quiet = "", 0.0, 0.0
+
+    def are_silent(self, islands: Sequence[int], now: float) -> Run[bool]:
+        """Return whether these islands have been silent that long, over which it is asked."""
+        # This one, or the place, may have stood still since the last call.
+        self._quiet += min(now - self._before, self._seconds / 2)
+        self._before, same = now, islands == self._islands
+        if same and self._quiet < self._seconds:
+            return False
+        before, self._signs = self._signs, (yield Signs([*islands]))
+        self._islands, self._quiet = islands, 0.0
+        return same and self._signs == before
+
+
 class Protocol:
     """One island's part.
 
@@ -147,9 +167,8 @@ class Protocol:
         """The attempt and the slot to which this island came last, and what it told."""
         self._apart: dict[int, tuple[int, float, str]] = {}
         """How often in a row an island was not reached, until when it is apart, and why."""
-        self._watch: tuple[list[int], str, float, float] = [], "", 0.0, 0.0
-        """Islands that are waited for, their last signs of life, when they were looked for, and how
-        long there has been none."""
+        self._missed = Watch(self._silence)
+        """The members of the last attempt that are waited for."""
         self._brings: list[int] = []
         self._hosted: set[str] = set()
         """The names under which this island has hosted others, each once."""
@@ -402,15 +421,8 @@ class Protocol:
 
         Guests give none while they receive what is shared, so they are waited for.
         """
-        asked, (watched, signs, before, quiet) = sorted(islands & {*self._members}), self._watch
-        # This one, or the place, may have stood still meanwhile.
-        quiet += min(now - before, self._silence / 2)
-        if watched == asked and quiet < self._silence:
-            self._watch = watched, signs, now, quiet
-            return set()
-        later = yield Signs(asked)
-        self._watch = asked, later, now, 0.0
-        return {*asked} if watched == asked and later == signs else set()
+        members = sorted(islands & {*self._members})
+        return {*members} if (yield from self._missed.are_silent(members, now)) else set()
 
     def _check_state(self, alike: list[Came]) -> None:
         first = next(one for one in alike if one.steps == self.steps)
@@ -422,16 +434,13 @@ class Protocol:
 
     def _wait_for_outcome(self, members: list[int]) -> Run[None]:
         """Wait for the outcome of an attempt of others, as long as one of them lives."""
-        since, signs, waited = (yield Now()), (yield Signs(members)), 0.0
+        since, watch, waited = (yield Now()), Watch(3 * self._patience), 0.0
         while not (yield from self._is_over(self._next, waited)):
             now = yield Now()
             waited = now - since
-            if waited <= 3 * self._patience:
-                yield Wait(waited)
-            elif (later := (yield Signs(members))) != signs:
-                since, signs = now, later
-            else:
+            if (yield from watch.are_silent(members, now)):
                 yield Create(f"{self._next}.outcome", _ABORT)
+            yield Wait(waited)
 
     def _find_next(self) -> Run[None]:
         """Learn which attempt is the next, and which was the latest that took effect."""
@@ -475,7 +484,7 @@ class Protocol:
         CommunicationError
             When no island that holds it sends it.
         """
-        signs, now, waited = (yield Signs([*others])), (yield Now()), 0.0
+        watch, now, waited = Watch(self._silence), (yield Now()), 0.0
         yield from self._find_next()
         while waited <= LONGEST * self._patience:
             before, now = now, (yield Now())
@@ -494,10 +503,8 @@ class Protocol:
                 yield from self._find_next()
                 if self._mine[0] + 1 < self._next:
                     continue
-            elif others and waited > self._silence:
-                if (yield Signs([*others])) == signs:
-                    return False
-                others = ()
+            elif others and (yield from watch.are_silent(others, now)):
+                return False
             yield Wait(waited)
         raise CommunicationError(
             f"no island has sent what the run shares in {waited:.0f} s, so there is nobody to join"
