@@ -14,13 +14,17 @@ from sparcel.schemes.hierarchical import stages_on_nodes
 
 OUTER = "outer's default"
 
-_METHODS: dict[str, tuple[str, float, Format]] = {
-    OUTER: (DEFAULT, 1.0, format_named("packed:4")),
-    "outer diloco": ("dense fp32", 1.0, RAW),
+_DENSE = "dense fp32", 1.0, RAW
+
+_METHODS: dict[str, dict[tuple[str, float, Format], float]] = {
+    # At each 16th outer step second moments are averaged, too.
+    OUTER: {(DEFAULT, 1.0, format_named("packed:4")): 1.0, _DENSE: 1 / 16},
+    "outer diloco": {_DENSE: 1.0},
     # 64 of 4096 coordinates, with values of 2 bits: Sarfi et al. 2025.
-    "outer sparseloco": (DEFAULT, 1 / 64, format_named("packed:2")),
+    "outer sparseloco": {(DEFAULT, 1 / 64, format_named("packed:2")): 1.0},
 }
-"""What is exchanged: by which scheme, at which density, in which format."""
+"""What is exchanged: by which scheme, at which density, in which format, and how often in an outer
+step; first what is always."""
 
 MOST_WAITING = 0.3
 """The share of a step that may be spent waiting for an exchange in every step. Outer steps are
@@ -52,18 +56,22 @@ def outer_instead(fastest: PlannedStep, work: Workload, rates: Rates) -> Planned
 
 
 def _outer_step(name: str, work: Workload, every: int, rates: Rates) -> PlannedStep:
-    scheme, density, format = _METHODS[name]
-    stages = DENSE[scheme] if scheme in DENSE else stages_of(scheme, rates)
     size, here, step, sent = work.model.parameters, rates.ranks_per_node, work.compute_s, 0.0
     if here > 1:
-        stages = partial(stages_on_nodes, stages, scheme in DENSE)
         inside = partial(predict, stages_of("torus2d", rates), rates=rates)
         averaged = mean_step("torus2d", work, inside, replace(rates, ranks=here))
         step, sent = averaged.step, averaged.bytes
-    problem = Problem(size, count_for(density, size), rates.ranks, here, format=format)
-    found = predict(stages, problem, rates)
-    step, sent = step + found.seconds / every, sent + found.bytes / every
-    parts = found.select, found.encode, found.exchange, found.reduce
-    select, pack, exchange, reduce = (part / every for part in parts)
+    parts = dict.fromkeys(("select", "encode", "exchange", "reduce"), 0.0)
+    for (scheme, density, format), share in _METHODS[name].items():
+        stages = DENSE[scheme] if scheme in DENSE else stages_of(scheme, rates)
+        if here > 1:
+            stages = partial(stages_on_nodes, stages, scheme in DENSE)
+        problem = Problem(size, count_for(density, size), rates.ranks, here, format=format)
+        found = predict(stages, problem, rates)
+        step, sent = step + found.seconds * share / every, sent + found.bytes * share / every
+        for part in parts:
+            parts[part] += getattr(found, part) * share / every
+    _, density, format = next(iter(_METHODS[name]))
+    select, pack, exchange, reduce = parts.values()
     seconds = step, 0.0, select, pack, exchange, reduce, step - work.compute_s
     return PlannedStep(name, density, format, *seconds, sent, every)
