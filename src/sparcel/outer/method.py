@@ -75,7 +75,7 @@ class Method:
 
 def default() -> Method:
     """Everything in 4 bits, up and down, with error feedback, and second moments now and then."""
-    return Method(Bidirectional(1.0, format="packed:4"), lr=1.0, momentum=0.7, moments=16)
+    return Method(Bidirectional(1.0, format="packed:4"), lr=0.8, momentum=0.7, moments=16)
 
 
 def diloco(lr: float = 0.7, momentum: float = 0.9) -> Method:
