@@ -163,7 +163,7 @@ class Copies:
         self._group, self._shared = group, shared
 
     def lead(
-        self, steps: int, islands: int, changed: bool, anew: bool, averaged: Collection[str] = ()
+        self, steps: int, islands: int, changed: bool, anew: bool, averaged: Collection[str]
     ) -> None:
         """Tell the others what an inner step has ended with.
 
