@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from datetime import timedelta
 from urllib.parse import quote
 from uuid import uuid4
@@ -49,6 +50,14 @@ def looks(least: float, seconds: float, wake: threading.Event) -> Iterator[None]
         wake.wait(min(max(least, _WAITED_SHARE * waited), _MOST_SECONDS, seconds - waited))
 
 
+def created(place: Patient, name: str, parts: Sequence[bytes | memoryview]) -> bool:
+    """Create a file that nobody else writes alike; return whether it was not there.
+
+    A request may have been repeated because its answer got lost, so what is there may be this one.
+    """
+    return place.create(name, parts) or bytes(place.read(name)) == b"".join(parts)
+
+
 def _escaped(key: str) -> str:
     return _ROOT + quote(key, safe="").replace("%", "=")
 
@@ -85,6 +94,8 @@ class BucketStore(Store):
         The store that holds the files.
     place
         The same, whose requests are made again.
+    messages
+        The same, for files that need not outlive a crash of the machine.
     pause
         Seconds between two looks at first.
     prefix
@@ -106,6 +117,10 @@ class BucketStore(Store):
         if not isinstance(found, ExclusiveStore):
             raise InputError(f"{type(found).__name__} cannot be a bucket: it has no create()")
         self.found, self.place = found, Patient(found, seconds)
+        passing = copy(found)
+        if isinstance(passing, Folder):
+            passing.lasting = False
+        self.messages = Patient(passing, seconds)
         try:
             self.place.create(probe, [b"1"])
             if self.place.create(probe, [b"2"]):
@@ -184,7 +199,7 @@ class BucketStore(Store):
                 last = max([int(number) for number in counted if number.isdecimal()], default=0)
                 total = (self._counted(f"{stem}{last}") if last else 0) + amount
                 line = f"{total} {uuid4().hex}".encode()  # tells its own from another's
-                if not amount or self.create(f"{stem}{last + 1}", [line]):
+                if not amount or created(self.place, f"{stem}{last + 1}", [line]):
                     return total
 
     def delete_key(self, key: str) -> bool:
@@ -201,13 +216,6 @@ class BucketStore(Store):
         with self._telling():
             for name in self._starting(_escaped(self.prefix)):
                 self.place.remove(name)
-
-    def create(self, name: str, parts: Sequence[bytes | memoryview]) -> bool:
-        """Write a file that is not there; True, too, if it is there with the same content.
-
-        So it is when a request was repeated because its answer got lost.
-        """
-        return self.place.create(name, parts) or bytes(self.place.read(name)) == b"".join(parts)
 
     def _counted(self, name: str) -> int:
         """Return the number in one of the files of `add`."""

@@ -25,10 +25,15 @@ class Folder:
     A file is written under another name, flushed to disk and renamed. The folder may be a link. A
     link in it is none of its files, and neither is a pipe or a device: whoever reads or replaces
     one gets a FormatError.
+
+    Attributes
+    ----------
+    lasting
+        Whether what `create` writes outlives a crash of the machine: it is flushed to disk.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path, self.lasting = Path(path), True
 
     def read(self, name: str) -> memoryview:
         """Return a file's bytes."""
@@ -68,7 +73,8 @@ class Folder:
             with create(own) as file:
                 file.writelines(parts)
                 file.flush()
-                os.fsync(file.fileno())
+                if self.lasting:
+                    os.fsync(file.fileno())
             os.link(own, self.path / name)
         except FileExistsError:
             # NFS says so, too, of a link that was made and whose confirmation got lost.
@@ -82,7 +88,8 @@ class Folder:
             ) from error
         finally:
             own.unlink(missing_ok=True)
-        _flush(self.path)
+        if self.lasting:
+            _flush(self.path)
         return True
 
     def remove(self, name: str) -> None:
