@@ -30,8 +30,10 @@ from sparcel.delta import Folder, store_at
 from sparcel.errors import CommunicationError, InputError, MismatchError
 from sparcel.ops import MAX, MIN, PRODUCT, SUM
 from sparcel.outer import files
-from sparcel.outer.bucket import BucketEngine, BucketRendezvous
+from sparcel.outer.beats import Beats
+from sparcel.outer.bucket import BucketRendezvous
 from sparcel.outer.files import BucketStore
+from sparcel.outer.places import meeting_at
 from sparcel.schemes import Bidirectional
 from tests.collectives.test_processes import run_everything
 from tests.evenly import even_averager
@@ -434,6 +436,31 @@ def test_all_name_the_rank_that_does_not_come(place: str) -> None:
         assert f"waited {SHORT} s for rank 2" in str(outcome)
 
 
+def test_who_is_silent_is_not_waited_for_and_who_is_slow_is(place: str) -> None:
+    meeting = meeting_at(place, 1.0)
+    assert meeting is not None
+    # An island gives a sign of life each 0.2 s, and is dead after 0.5 s without one.
+    beats = [Beats(meeting.board, island, 1.0) for island in (3, 7)]
+
+    def exchange(rank: int, name: str) -> None:
+        comm = meeting.connect(name, [3, 7], rank, 60.0)
+        comm.exchange({1 - rank: torch.ones(4, dtype=torch.uint8)}, {1 - rank: 4})
+
+    try:
+        with ThreadPoolExecutor() as threads:
+            waiting = threads.submit(exchange, 0, "slow")
+            with pytest.raises(TimeoutError):
+                waiting.result(2.0)
+            exchange(1, "slow")
+            waiting.result()
+            beats[1].end()
+            with pytest.raises(CommunicationError, match="rank 7, which gives no sign of life"):
+                exchange(0, "silent")
+    finally:
+        for one in beats:
+            one.end()
+
+
 def test_all_hear_of_a_rank_that_fails(place: str) -> None:
     """At once: nobody waits until the timeout is over."""
 
@@ -489,8 +516,8 @@ def test_a_message_longer_than_its_bound(place: str) -> None:
 
 def test_two_processes_with_one_rank(tmp_path: Path) -> None:
     """Their messages would be taken for one another's."""
-    engine = partial(BucketEngine, BucketStore(tmp_path).under("run"), [0, 1], 0, 60.0)
-    first, second = engine(), engine()
+    meeting = BucketRendezvous(BucketStore(tmp_path).under("run"), [0, 1], 0, 60.0)
+    first, second = meeting.engine(), meeting.engine()
     for content, one in enumerate((first, second)):
         message = {1: [torch.tensor([content], dtype=torch.uint8)]}
         if one is first:
@@ -504,7 +531,7 @@ def test_two_processes_with_one_rank(tmp_path: Path) -> None:
 
 def test_abort_wakes_who_waits(place: str) -> None:
     kept = BucketStore(place)
-    engine = BucketEngine(kept.under("run"), [4, 7], 0, 600.0)
+    engine = BucketRendezvous(kept.under("run"), [4, 7], 0, 600.0).engine()
     with ThreadPoolExecutor() as threads:
         waiting = threads.submit(
             engine.exchange, {1: [torch.ones(3, dtype=torch.uint8)]}, {1: 3}, 5, 0

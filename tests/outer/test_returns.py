@@ -25,8 +25,9 @@ from sparcel.outer.actions import Create, Now, Read, Wait
 from sparcel.outer.islands import pause_after
 from sparcel.outer.model import Model
 from sparcel.outer.places import ASKED_SECONDS
-from sparcel.outer.protocol import Protocol, beat_seconds
+from sparcel.outer.protocol import Protocol
 from sparcel.outer.shared import Shared
+from sparcel.outer.silence import beat_seconds
 from sparcel.schemes import Bidirectional, Dense
 
 PATIENCE = 3.0
@@ -172,6 +173,18 @@ def test_all_begin_again_at_another_place(threads: ThreadPoolExecutor, tmp_path:
     assert torch.equal(islands[0].shared, islands[1].shared)
     assert torch.equal(islands[0].shared, islands[2].shared)
     assert float(islands[0].shared[0]) > float(late[0]["p"][0])
+
+
+def test_several_may_begin_from_one_checkpoint(threads: ThreadPoolExecutor, tmp_path: Path) -> None:
+    """One of them goes on in the place of who has written it, the others as new islands."""
+    first, second = in_pairs(threads, tmp_path / "one")
+    together(threads, [first, second], 2)
+    saved = first.save()
+    again = [Island(tmp_path / "two", number).load(saved) for number in range(3)]
+    with pytest.warns(SparcelWarning, match="another has loaded the same checkpoint") as told:
+        together(threads, again, 6)
+    assert len(told) == 2
+    assert all(one.outer.islands == 3 and torch.equal(one.shared, again[0].shared) for one in again)
 
 
 def test_all_go_on_bit_for_bit_in_whatever_order_they_come(

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
-from sparcel.outer import actions, protocol
+from sparcel.outer import actions, silence
 from sparcel.outer.actions import Action, Create, Read, Run
 from sparcel.outer.protocol import Came, Protocol
 from tests.outer.world import PATIENCE, BrokenPromiseError, Island, World, live
@@ -48,18 +48,23 @@ class Files(World):
             super()._do(island, action)
 
 
-def test_who_gives_no_sign_of_life_is_not_waited_for() -> None:
-    with patch.object(protocol, "_MOST_SECONDS", 0.8):  # 2 s without one
+@pytest.mark.parametrize("who", ["member", "guest"])
+def test_who_gives_no_sign_of_life_is_not_waited_for(who: str) -> None:
+    with patch.object(silence, "_MOST_SECONDS", 0.8):  # 2 s without one
         world = Files(0)
         world.calm = True
         one, other = world.start("one"), world.start("other")
         for island in (one, other):
             island.every, island.inner_s = 1, 0.3
         world.run(30.0)
+        if who == "guest":
+            other = world.start("guest")
+            while not one.mine._brings:
+                world.run(world.now + 0.1)
         world.kill(other)
-        world.run(31.0)
+        world.run(world.now + 1.0)
         done = len(one.committed)
-        world.run(30.0 + 0.8 * PATIENCE)
+        world.run(world.now + 0.8 * PATIENCE)
     assert len(one.committed) > done > 1
 
 

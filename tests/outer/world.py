@@ -12,11 +12,12 @@ import random
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import combinations
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from sparcel.errors import SparcelError
-from sparcel.outer import actions, protocol
+from sparcel.outer import actions, protocol, silence
 from sparcel.outer.protocol import LONGEST, Attempt, Protocol
 
 PATIENCE = 10.0
@@ -261,8 +262,8 @@ class World:
             case actions.Gone():
                 gone = {n for n, one in island.connected.items() if one.ended}
                 self.after(0.0, lambda: again(gone))
-            case actions.Signs(islands):
-                there = [one for one in self.islands if one.mine.island in islands]
+            case actions.Signs(number):
+                there = [one for one in self.islands if one.mine.island == number]
                 signs = [
                     f"{one.name} {self.now:.1f}" if self._shows(one) else one.name for one in there
                 ]
@@ -392,7 +393,13 @@ class World:
                 meeting.over = True
                 self.resume(island, Arrived(False, False, self._apart(meeting, island)))
 
-        self.after(PATIENCE, give_up)
+        def look() -> None:
+            members = [one for one in self.islands if one.mine.island in meeting.members]
+            is_silent = any(one.ended or one.until > self.now for one in members)
+            self.after(0.0 if is_silent else PATIENCE - looked, give_up)
+
+        looked = PATIENCE * (0.2 if self.calm else self.chance.uniform(0.2, 0.9))
+        self.after(looked, look)
 
     def _apart(self, meeting: Meeting, island: Island) -> list[int]:
         missing = [n for n in meeting.members if n not in meeting.there]
@@ -490,7 +497,7 @@ def live(seed: int, make: Callable[..., Protocol] = Protocol, forgets: bool = Fa
     world = World(seed, make, forgets)
     try:
         # Outcomes are summed up soon, and the silent are not waited for as long as the patience.
-        with patch.multiple(protocol, BLOCK=2, _MOST_SECONDS=0.8):
+        with patch.object(protocol, "BLOCK", 2), patch.object(silence, "_MOST_SECONDS", 0.8):
             _live(world)
     except BrokenPromiseError as error:
         told = "\n".join(world.story[-30:])
@@ -583,8 +590,9 @@ def _check(world: World, healed: float) -> None:
     if world.forgets:  # then no more is checked than each exchange
         return
     _check_ended(world)
-    if not world._commits:  # too few that could begin
-        return
+    there = [one for one in world.islands if not one.ended]
+    if not world._commits and not any(world.reach(*pair) for pair in combinations(there, 2)):
+        return  # too few that could begin
     if not _is_settled(world, healed):
         raise BrokenPromiseError("those who are there do not go on together")
 

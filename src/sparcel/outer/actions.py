@@ -42,9 +42,9 @@ class Gone(NamedTuple):
 
 
 class Signs(NamedTuple):
-    """The answer is what sums up the last signs of life of these islands; it is empty for none."""
+    """The answer is what sums up an island's last signs of life; it is empty for none."""
 
-    islands: list[int]
+    island: int
 
 
 class Host(NamedTuple):

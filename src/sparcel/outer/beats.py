@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import suppress
 
+from sparcel.errors import CommunicationError
 from sparcel.outer.board import Board
-from sparcel.outer.protocol import beat_seconds
+from sparcel.outer.silence import Watch, beat_seconds, silent_seconds
+from sparcel.stores import ExclusiveStore
 
 
 class Beats:
@@ -41,3 +44,24 @@ class Beats:
         """Give none any more."""
         self.stop.set()
         self._thread.join()
+
+
+def signs(board: Board, island: int) -> str:
+    """Return what sums up an island's last signs of life; it is empty for none."""
+    return board.read(f"beat.{island}") or ""
+
+
+class Listener:
+    """Tells which islands are silent, as far as their place answers at once."""
+
+    def __init__(self, store: ExclusiveStore, patience: float) -> None:
+        self._board, self._silence = Board(store, 0.0), silent_seconds(patience)
+        self._watches = dict[int, Watch]()
+
+    def is_silent(self, island: int) -> bool:
+        """Return whether an island has been silent for too long since this was first asked."""
+        watch = self._watches.setdefault(island, Watch(self._silence))
+        if watch.is_due(time.monotonic()):
+            with suppress(CommunicationError):
+                watch.hear(signs(self._board, island))
+        return watch.quiet >= self._silence

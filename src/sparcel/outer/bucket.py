@@ -10,7 +10,7 @@ import re
 import struct
 import threading
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ from sparcel.comm import (
 )
 from sparcel.errors import MismatchError
 from sparcel.ops import Op
-from sparcel.outer.files import BucketStore, looks, named
+from sparcel.outer.files import BucketStore, created, looks, named
 
 _ANSWER_SECONDS = 10.0
 """How long a few requests to a far store may take."""
@@ -73,17 +73,26 @@ class BucketEngine:
         This process's rank, an index into ``names``.
     timeout
         Seconds that an exchange may wait after it has written.
+    is_silent
+        Whether the rank of this number is taken for dead, so that nobody waits for it.
     """
 
     device = torch.device("cpu")
     carrier = "a bucket"
     hides_aborts = False
 
-    def __init__(self, bucket: BucketStore, names: list[int], rank: int, timeout: float) -> None:
+    def __init__(
+        self,
+        bucket: BucketStore,
+        names: list[int],
+        rank: int,
+        timeout: float,
+        is_silent: Callable[[int], bool],
+    ) -> None:
         self.rank, self.size, self.timeout = rank, len(names), timeout
-        self.waiting = False
+        self.waiting, self._is_silent = False, is_silent
         self._errors, self._names = PeerErrors(names, rank), names
-        self._bucket, self._place, self._now = bucket, bucket.place, bucket.found
+        self._pause, self._place, self._now = bucket.pause, bucket.messages, bucket.found
         self._stem = f"{named(bucket.prefix + 'sent')}!"
         self._causes = _causes(bucket.prefix)
         self._aborted = threading.Event()
@@ -158,7 +167,7 @@ class BucketEngine:
         self._files += 1
         readers = sum(1 << peer for peer in peers)
         name = f"{self._stem}{self.rank}.{self._files}.{readers:x}"
-        if not self._bucket.create(name, [head.ljust(_body_at(self.size), b"\0"), *payload]):
+        if not created(self._place, name, [head.ljust(_body_at(self.size), b"\0"), *payload]):
             raise MismatchError(
                 f"rank {self._names[self.rank]} found a message of its own in {self._place} that it"
                 " has not written; another process has its rank, or an earlier run its place"
@@ -170,7 +179,7 @@ class BucketEngine:
         arrived: Arrived = {}
         self._torn.clear()
         failures: list[OSError] = []
-        for _ in looks(self._bucket.pause, self.timeout, self._aborted):
+        for _ in looks(self._pause, self.timeout, self._aborted):
             if self._aborted.is_set():
                 raise self._errors.lost()
             try:
@@ -180,12 +189,15 @@ class BucketEngine:
                 failures = [error.with_traceback(None)]
             if len(arrived) == len(receives):
                 return {peer: arrived[peer] for peer in receives}
+            missing = [self._names[peer] for peer in receives if peer not in arrived]
+            if silent := [one for one in missing if self._is_silent(one)]:
+                raise self._lost(f"waited for rank {silent[0]}, which gives no sign of life", False)
         if failures:
             raise failures.pop()
-        missing = next(peer for peer in receives if peer not in arrived)
-        if missing in self._torn:
-            raise self._lost(f"waited {self.timeout:g} s for {self._torn[missing]}", late=True)
-        raise self._errors.late(self.timeout, missing)
+        late = next(peer for peer in receives if peer not in arrived)
+        if late in self._torn:
+            raise self._lost(f"waited {self.timeout:g} s for {self._torn[late]}", late=True)
+        raise self._errors.late(self.timeout, late)
 
     def _look(self, receives: Bounds, call: int, arrived: Arrived) -> None:
         """Take in the messages that are there."""
@@ -305,10 +317,11 @@ class BucketRendezvous(Rendezvous):
     """Where ranks meet that reach one bucket, and not one another."""
 
     store: BucketStore
+    is_silent: Callable[[int], bool] = lambda _: False
 
     def engine(self) -> Engine:
         """See `Rendezvous.engine`; nobody waits for the others before the first exchange."""
-        return BucketEngine(self.store, self.members, self.rank, self.timeout)
+        return BucketEngine(self.store, self.members, self.rank, self.timeout, self.is_silent)
 
     def failure(self) -> Failure:
         """See `Rendezvous.failure`."""

@@ -439,8 +439,8 @@ class Outer:
                 self._averager.decay(names, 0.0)
             self._put()
             warn(
-                "this island goes on from what the others share; what it had moved before is lost,"
-                " since it did not begin with that"
+                "this island goes on from what the others share, without what it had moved before:"
+                " it did not begin with that, or another has loaded the same checkpoint"
             )
         elif not self._finite:
             self._begin_anew()

@@ -16,7 +16,7 @@ import torch
 from sparcel.comm import Communicator, ConnectedCommunicator, UnreachedError
 from sparcel.errors import CommunicationError, MismatchError
 from sparcel.outer import actions
-from sparcel.outer.beats import Beats
+from sparcel.outer.beats import Beats, signs
 from sparcel.outer.board import Board
 from sparcel.outer.island import Shards
 from sparcel.outer.protocol import Protocol
@@ -152,9 +152,6 @@ class Elastic:
         self._beats: Beats | None = None
         self.joined = self._run(Protocol.enter)
         me = self._holds.island
-        if shards.rank == 0:
-            self._beats = Beats(self._board, me, patience)
-            weakref.finalize(self, self._beats.stop.set)
         self.comm = self._connect(f"alone.{me}", [me], 0)
 
     @property
@@ -293,18 +290,26 @@ class Elastic:
         run = part(self._protocol)
         try:
             while True:
-                answer = self._done(run.send(answer))
+                action = run.send(answer)
+                self._beat()
+                answer = self._done(action)
         except StopIteration as end:
             result: T = end.value
         except (CommunicationError, MismatchError) as error:
             self._shards.tell(["failed", str(error)])
             raise
         mine = self._protocol
-        if self._beats is not None:
-            self._beats.island = mine.island
         self._holds = _Holds(mine.island, mine.steps, mine.at, mine.place, mine.order, mine.origin)
         self._shards.tell(["ended", result, astuple(self._holds)])
         return result
+
+    def _beat(self) -> None:
+        """Give signs of life under the number that this island has now."""
+        if (me := self._protocol.island) and self._beats is None:
+            self._beats = Beats(self._board, me, self._patience)
+            weakref.finalize(self, self._beats.stop.set)
+        if self._beats is not None:
+            self._beats.island = me
 
     def _follow(self) -> object:
         """Do what the first rank tells, until its part of the protocol has ended."""
@@ -345,8 +350,8 @@ class Elastic:
                     if self._connected
                     else set()
                 )
-            case actions.Signs(islands):
-                return "".join(self._board.read(f"beat.{one}") or "" for one in islands)
+            case actions.Signs(island):
+                return signs(self._board, island)
             case actions.Host(guest, name):
                 at, steps, state = self._protocol.holds
                 me, holds = self._protocol.island, [at, steps, int(state or "0", 16)]

@@ -12,6 +12,7 @@ from sparcel.comm import ConnectedCommunicator, address_of_interface, address_to
 from sparcel.comm.torch import TorchCommunicator, TorchRendezvous
 from sparcel.errors import CommunicationError, InputError, public_url
 from sparcel.meeting import PORT, Meeting
+from sparcel.outer.beats import Listener
 from sparcel.outer.board import Board, Patient
 from sparcel.outer.bucket import BucketRendezvous
 from sparcel.outer.files import BucketStore
@@ -79,7 +80,9 @@ def _by_files(place: Bucket | str | os.PathLike[str], patience: float) -> Place:
     kept = BucketStore(place, patience)
 
     def connect(name: str, members: list[int], rank: int, seconds: float) -> ConnectedCommunicator:
-        meeting = BucketRendezvous(kept.under(name), members, rank, seconds)
-        return ConnectedCommunicator(meeting)
+        listener = Listener(kept.found, patience)
+        return ConnectedCommunicator(
+            BucketRendezvous(kept.under(name), members, rank, seconds, listener.is_silent)
+        )
 
     return Place(Board(kept.found, LONGEST * patience), connect, ASKED_SECONDS)

@@ -21,12 +21,13 @@ so a step takes effect on all its members or on none, and each learns it wheneve
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from sparcel.comm import digest
 from sparcel.errors import CommunicationError, MismatchError
 from sparcel.outer.actions import Create, Gone, Host, Now, Read, Receive, Remove, Run, Signs, Wait
+from sparcel.outer.silence import Watch, silent_seconds
 
 BLOCK = 16
 """So many attempts in a row are summed up in one key when two such blocks have followed."""
@@ -40,16 +41,7 @@ LONGEST, _LONGEST_BEGIN = 10, 60
 _MOST_APART = 4
 """For how many times the patience two islands take no part together that did not connect."""
 
-_BEATS, _MOST_SECONDS, _SILENT = 2, 5.0, 2.5
-"""How often an island gives signs of life in a patience, or how many seconds apart at most; and
-after how many times without one it is taken for dead."""
-
 _COMMIT, _ABORT = "commit", "abort"
-
-
-def beat_seconds(patience: float) -> float:
-    """Return how often an island gives a sign of life."""
-    return min(_MOST_SECONDS, patience / _BEATS)
 
 
 class Attempt(NamedTuple):
@@ -95,26 +87,6 @@ class Came(NamedTuple):
         return self.at, self.steps, self.state
 
 
-class Watch:
-    """Tells whether islands have given no sign of life for so many seconds."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._islands: Sequence[int] = ()
-        self._signs, self._before, self._quiet = "", 0.0, 0.0
-
-    def are_silent(self, islands: Sequence[int], now: float) -> Run[bool]:
-        """Return whether these islands have been silent that long, over which it is asked."""
-        # This one, or the place, may have stood still since the last call.
-        self._quiet += min(now - self._before, self._seconds / 2)
-        self._before, same = now, islands == self._islands
-        if same and self._quiet < self._seconds:
-            return False
-        before, self._signs = self._signs, (yield Signs([*islands]))
-        self._islands, self._quiet = islands, 0.0
-        return same and self._signs == before
-
-
 class Protocol:
     """One island's part.
 
@@ -152,7 +124,7 @@ class Protocol:
         self, nonce: str, facts: dict[str, str], layout: str, least: int, patience: float
     ) -> None:
         self._nonce, self._least, self._patience = nonce, least, patience
-        self._silence = _SILENT * beat_seconds(patience)
+        self._silence = silent_seconds(patience)
         self._facts, self._layout = facts, layout
         self._told = json.dumps(facts, sort_keys=True)
         self.place, self.island, self.order, self._lives = "", 0, 0, 1
@@ -167,8 +139,8 @@ class Protocol:
         """The attempt and the slot to which this island came last, and what it told."""
         self._apart: dict[int, tuple[int, float, str]] = {}
         """How often in a row an island was not reached, until when it is apart, and why."""
-        self._missed = Watch(self._silence)
-        """The members of the last attempt that are waited for."""
+        self._watches: dict[int, Watch] = {}
+        """The islands that were waited for."""
         self._brings: list[int] = []
         self._hosted: set[str] = set()
         """The names under which this island has hosted others, each once."""
@@ -238,9 +210,9 @@ class Protocol:
 
     def _is_alive(self, island: int) -> Run[bool]:
         """Wait for a sign of life of an island."""
-        since, first = (yield Now()), (yield Signs([island]))
+        since, first = (yield Now()), (yield Signs(island))
         while first and (waited := (yield Now()) - since) < self._silence:
-            if (yield Signs([island])) != first:
+            if (yield Signs(island)) != first:
                 return True
             yield Wait(waited)
         return False
@@ -331,7 +303,8 @@ class Protocol:
                 return None
             if not self.at:
                 alike = [one for one in last.values() if one.facts == mine.facts and not one.at]
-                if any(one.steps > self.steps for one in alike):
+                is_replaced = self.island in self._replaced(last)
+                if is_replaced or any(one.steps > self.steps for one in alike):
                     return None
                 self._check_state(alike)
                 yield from self._welcome(number, {*last})
@@ -377,12 +350,12 @@ class Protocol:
 
     def _fitting(self, last: dict[int, Came]) -> list[int]:
         """Return islands that hold the same as this one and have reached one another, by rank."""
-        replaced = {key for one in last.values() for key in one.heir_of}
+        replaced = self._replaced(last)
         fit = [
             one
             for one in last.values()
             if (one.holds, one.facts) == (self.holds, last[self.island].facts)
-            and f"{self.place}.{one.island}" not in replaced
+            and one.island not in replaced
         ]
         pairs = {(one.island, other) for one in fit for other in one.apart}
         pairs |= {(other, one) for one, other in pairs}
@@ -391,6 +364,11 @@ class Protocol:
             if all((one.island, other.island) not in pairs for other in chosen):
                 chosen.append(one)
         return [one.island for one in sorted(chosen, key=lambda one: (one.order, one.island))]
+
+    def _replaced(self, last: dict[int, Came]) -> set[int]:
+        """Return islands in whose places others have gone on, which have all that these moved."""
+        heirs = {key for one in last.values() for key in one.heir_of}
+        return {one for one in last if f"{self.place}.{one}" in heirs}
 
     def _are_enough(
         self, last: dict[int, Came], fit: list[int], now: float, waited: float
@@ -414,15 +392,15 @@ class Protocol:
         gone: set[int] = (yield Gone()) if missing else set()
         if missing <= gone:
             return True
-        return missing <= gone | (yield from self._silent(missing - gone, now))
+        return missing <= gone | (yield from self._silent(missing - gone, now, self._silence))
 
-    def _silent(self, islands: set[int], now: float) -> Run[set[int]]:
-        """Return the members among these islands if none of them gives a sign of life any more.
-
-        Guests give none while they receive what is shared, so they are waited for.
-        """
-        members = sorted(islands & {*self._members})
-        return {*members} if (yield from self._missed.are_silent(members, now)) else set()
+    def _silent(self, islands: Iterable[int], now: float, seconds: float) -> Run[set[int]]:
+        """Return those of these islands that have given no sign of life for so long."""
+        for one in sorted(islands):
+            watch = self._watches.setdefault(one, Watch(self._silence))
+            if watch.is_due(now):
+                watch.hear((yield Signs(one)))
+        return {one for one in islands if self._watches[one].quiet >= seconds}
 
     def _check_state(self, alike: list[Came]) -> None:
         first = next(one for one in alike if one.steps == self.steps)
@@ -434,11 +412,11 @@ class Protocol:
 
     def _wait_for_outcome(self, members: list[int]) -> Run[None]:
         """Wait for the outcome of an attempt of others, as long as one of them lives."""
-        since, watch, waited = (yield Now()), Watch(3 * self._patience), 0.0
+        since, waited = (yield Now()), 0.0
         while not (yield from self._is_over(self._next, waited)):
             now = yield Now()
             waited = now - since
-            if (yield from watch.are_silent(members, now)):
+            if {*members} <= (yield from self._silent(members, now, 3 * self._patience)):
                 yield Create(f"{self._next}.outcome", _ABORT)
             yield Wait(waited)
 
@@ -484,7 +462,7 @@ class Protocol:
         CommunicationError
             When no island that holds it sends it.
         """
-        watch, now, waited = Watch(self._silence), (yield Now()), 0.0
+        now, waited = (yield Now()), 0.0
         yield from self._find_next()
         while waited <= LONGEST * self._patience:
             before, now = now, (yield Now())
@@ -498,12 +476,13 @@ class Protocol:
                 if isinstance(got, tuple):
                     return (yield from self._taken(*got))
                 yield from self._keep_apart([int(host)], got)
+                yield from self._find_next()  # the others may have gone on meanwhile
                 self._mine = None
             elif (yield from self._is_over(self._mine[0] + 1, waited)):
                 yield from self._find_next()
                 if self._mine[0] + 1 < self._next:
                     continue
-            elif others and (yield from watch.are_silent(others, now)):
+            elif others and {*others} <= (yield from self._silent(others, now, self._silence)):
                 return False
             yield Wait(waited)
         raise CommunicationError(
@@ -527,13 +506,14 @@ class Protocol:
     def _welcome(self, number: int, hosts: set[int]) -> Run[None]:
         """Host those who came to an attempt and are behind, if it is this island's turn."""
         came = self._came[number]
-        last = {one.island: slot for slot, one in enumerate(came, 1)}
+        slots = {one.island: slot for slot, one in enumerate(came, 1)}
+        replaced = set() if self.at else self._replaced({one.island: one for one in came})
         # Who was not behind at the attempt before the last has come anew since, or is dead.
         held = [(one.at, one.steps) for one in came]
         newest = max(held) if number < self.at and held else (self.at, self.steps)
         for slot, guest in enumerate(came, 1):
-            is_behind = (guest.at, guest.steps) < newest
-            if guest.island in self._members or not is_behind or last[guest.island] != slot:
+            is_behind = (guest.at, guest.steps) < newest or guest.island in replaced
+            if guest.island in self._members or not is_behind or slots[guest.island] != slot:
                 continue
             turns = sorted(one for one in hosts if one not in guest.apart and one != guest.island)
             name = f"{number}.host.{slot}"
