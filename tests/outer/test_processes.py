@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparcel import simulate
 from sparcel.comm import Communicator
-from sparcel.outer import Outer, attach, sparseloco, streaming
+from sparcel.outer import Outer, attach, diloco, sparseloco, streaming
 from tests.fsdp.models import mesh_of, whole
 from tests.fsdp.nets import Net, loss_of, sharded
 from tests.outer.islands import Named, same, train
+from tests.outer.test_optimizers import KeepsCopies
 
 pytestmark = pytest.mark.processes
 
@@ -130,6 +132,38 @@ def test_copies_and_shards_of_an_island_train_alike(
     )
     for one, other in zip(copies, shards, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+def train_copies(comm: Communicator, wrap: str) -> list[Tensor]:
+    """Train parameters of 16 bits whose optimiser keeps copies of 32."""
+    model: nn.Module = nn.Linear(4, 2, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(model.weight)
+    mesh = mesh_of(2, 2)
+    if wrap == "ddp":
+        model = DistributedDataParallel(model, process_group=mesh["shard"].get_group())
+    else:
+        fully_shard(model, mesh=mesh["shard"])
+    inner = KeepsCopies(model.parameters(), lr=2.0**-12)  # less than 16 bits can move
+    method = replace(diloco(), lr=1.0, momentum=0.0)
+    outer = attach(model, inner, method, every=4, islands=mesh["replicate"])
+    for _ in range(40):
+        for one in model.parameters():
+            one.grad = torch.full_like(one, 2.0 * (comm.rank // 2))  # 1 in the mean
+        inner.step()
+    outer.close()
+    (parameter,) = model.parameters()
+    return [whole(inner.state[parameter]["master"]), whole(parameter)]
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+@pytest.mark.parametrize("world_size", [4])
+def test_copies_that_optimizers_keep_are_exchanged(
+    run_on: Callable[..., list[Any]], world_size: int, wrap: str
+) -> None:
+    moved = torch.tensor(1.0 - 40 * 2.0**-12)
+    for copied, parameter in run_on(world_size, train_copies, wrap):
+        assert bool((copied == moved).all())
+        assert bool((parameter == moved.bfloat16()).all())
 
 
 class Half:
