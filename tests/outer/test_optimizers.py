@@ -115,7 +115,7 @@ ADAPTIVE: dict[str, Callable[..., Optimizer]] = {
     "adam": partial(torch.optim.Adam, betas=(0.5, 0.99)),
     "fused": partial(torch.optim.AdamW, fused=True),
     "nadam": torch.optim.NAdam,
-    "rmsprop": partial(torch.optim.RMSprop, alpha=0.5),
+    "rmsprop": partial(torch.optim.RMSprop, alpha=0.7),
 }
 
 
@@ -174,6 +174,13 @@ def test_an_island_with_inf_brings_no_second_moments() -> None:
     first, *_ = zip(*second_moments(ADAPTIVE["adam"], torch.float32, spoilt=0), strict=True)
     mean = (2 * 9 + 3 * 16) / 5
     assert [one["weight"] for one in first] == pytest.approx([4, mean, mean], rel=1e-3)
+
+
+def test_second_moments_that_will_be_forgotten_are_not_averaged() -> None:
+    """Of which less than a tenth is left when the next would come, four steps later."""
+    make = partial(torch.optim.Adam, betas=(0.5, 0.5))
+    first, *_ = zip(*second_moments(make, torch.float32), strict=True)
+    assert [one["weight"] for one in first] == pytest.approx([4, 9, 16], rel=1e-3)
 
 
 def test_second_moments_are_not_averaged_beside_inner_steps() -> None:

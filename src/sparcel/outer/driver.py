@@ -287,12 +287,6 @@ class Outer:
         """The number of the fragment that the next outer step is of."""
         return self.steps % len(self._shared.fragments)
 
-    @property
-    def _shares_moments(self) -> bool:
-        """Whether second moments become averages in the next outer step."""
-        every, times = self._method.moments, self.steps // len(self._shared.fragments)
-        return every > 0 and times % every == 0
-
     def _is_due(self) -> bool:
         is_due = self._pace.is_due(self._clock, self.steps)
         # The ranks of an island count the same steps, and not the same seconds.
@@ -323,8 +317,9 @@ class Outer:
         self._weight = self._weights.move(self._turn)
         self._spoilt = [name for one in self._fragment for name in one.move(model.parameters)]
         self._finite = self._shards.all(not self._spoilt)
-        if self._shares_moments:
-            self._moments.move(self._fragment, model.moments())
+        every, done = self._method.moments, self.steps // len(self._shared.fragments)
+        if every and done % every == 0:
+            self._moments.move(self._fragment, model.moments(), every * self._clock / (done + 1))
         else:
             self._moments.move((), {})
         averages = self._finite and self._turn == 0

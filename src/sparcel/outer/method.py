@@ -39,8 +39,8 @@ class Method:
         shared parameters.
     moments
         After how many exchanges of a fragment the second moments that Adam and its kin keep of
-        gradients become their averages, too, in float32: the first time in the first exchange. 0:
-        never.
+        gradients become their averages, too, in float32: the first time in the first exchange. Not
+        those that will be nine tenths forgotten when the next would come. 0: never.
     """
 
     scheme: Scheme

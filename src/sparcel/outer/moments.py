@@ -18,6 +18,9 @@ from sparcel.training.layout import end_to_end
 _KEYS = "exp_avg_sq", "square_avg"
 """What Adam and RMSprop, and those made after them, call the mean of squared gradients."""
 
+_REMEMBERED = 0.1
+"""How much of an average has to be left when the next one comes, so that it is worth its bytes."""
+
 
 class Moment(NamedTuple):
     """What an optimiser keeps of a parameter's squared gradients.
@@ -28,10 +31,13 @@ class Moment(NamedTuple):
         The decaying mean as it is kept.
     bias
         What the optimiser divides it by, because it began with zero.
+    decay
+        What it is multiplied by in each step.
     """
 
     kept: Tensor
     bias: float
+    decay: float
 
 
 def moments_of(optimizers: Sequence[Optimizer]) -> dict[Tensor, Moment]:
@@ -43,10 +49,11 @@ def moments_of(optimizers: Sequence[Optimizer]) -> dict[Tensor, Moment]:
                 state = optimizer.state.get(parameter, {})
                 kept = next((state[key] for key in _KEYS if key in state), None)
                 if isinstance(kept, Tensor) and kept.shape == parameter.shape:
-                    bias = 1.0
-                    if "betas" in group and "step" in state:
-                        bias -= group["betas"][1] ** float(state["step"])
-                    found[parameter] = Moment(kept, bias)
+                    decay, bias = group.get("alpha", 1.0), 1.0
+                    if "betas" in group:
+                        decay = group["betas"][1]
+                        bias -= decay ** float(state["step"]) if "step" in state else 0.0
+                    found[parameter] = Moment(kept, bias, decay)
     return found
 
 
@@ -62,10 +69,19 @@ class Moments:
         self._own: Mapping[str, Moment] = {}
         self._queued: list[tuple[Tensor, Mapping[str, Range]]] = []
 
-    def move(self, fragment: Sequence[Vector], own: Mapping[str, Moment]) -> None:
-        """Begin an outer step in which those of a fragment become averages; none without one."""
+    def move(
+        self, fragment: Sequence[Vector], own: Mapping[str, Moment], steps: float = 0.0
+    ) -> None:
+        """Begin an outer step in which those of a fragment become averages; none without one.
+
+        The next averages come after so many inner steps.
+        """
         self._fragment, self._queued = fragment, []
-        self._own = {name: one for name, one in own.items() if one.bias and all_finite(one.kept)}
+        self._own = {
+            name: one
+            for name, one in own.items()
+            if one.bias and one.decay**steps >= _REMEMBERED and all_finite(one.kept)
+        }
 
     @property
     def flags(self) -> list[bool]:
@@ -90,7 +106,7 @@ class Moments:
         like = vector.view(vector.shared, name)
         if not share:
             return torch.zeros_like(like)
-        kept, bias = self._own[name]
+        kept, bias, _ = self._own[name]
         return kept.to(like.dtype) * (share / bias)
 
     def put(self) -> list[str]:
@@ -100,7 +116,7 @@ class Moments:
             for key, (start, stop) in places.items():
                 name = key.removeprefix(_ENTRY)
                 if name in self._own:
-                    kept, bias = self._own[name]
+                    kept, bias, _ = self._own[name]
                     kept.copy_((flat[start:stop] * bias).view(kept.shape))
                 names.append(name)
         self._queued = []
