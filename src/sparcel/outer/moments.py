@@ -50,9 +50,9 @@ def moments_of(optimizers: Sequence[Optimizer]) -> dict[Tensor, Moment]:
                 kept = next((state[key] for key in _KEYS if key in state), None)
                 if isinstance(kept, Tensor) and kept.shape == parameter.shape:
                     decay, bias = group.get("alpha", 1.0), 1.0
-                    if "betas" in group:
+                    if "betas" in group and "step" in state:
                         decay = group["betas"][1]
-                        bias -= decay ** float(state["step"]) if "step" in state else 0.0
+                        bias -= decay ** float(state["step"])
                     found[parameter] = Moment(kept, bias, decay)
     return found
 

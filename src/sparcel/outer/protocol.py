@@ -140,7 +140,7 @@ class Protocol:
         self._apart: dict[int, tuple[int, float, str]] = {}
         """How often in a row an island was not reached, until when it is apart, and why."""
         self._watches: dict[int, Watch] = {}
-        """The islands that were waited for."""
+        """The islands that were waited for since they last took part."""
         self._brings: list[int] = []
         self._hosted: set[str] = set()
         """The names under which this island has hosted others, each once."""
@@ -288,6 +288,7 @@ class Protocol:
         self.origin = self.place, self.island, number
         for one in members:
             self._apart.pop(one, None)
+            self._watches.pop(one, None)
         return True
 
     def _agree(self) -> Run[dict[str, Any] | None]:
