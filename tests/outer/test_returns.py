@@ -187,6 +187,21 @@ def test_several_may_begin_from_one_checkpoint(threads: ThreadPoolExecutor, tmp_
     assert all(one.outer.islands == 3 and torch.equal(one.shared, again[0].shared) for one in again)
 
 
+def test_an_older_checkpoint_of_the_same_island_replaces_nothing(
+    threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    first, second = in_pairs(threads, tmp_path / "one")
+    together(threads, [first, second], 1)
+    early = first.save()
+    together(threads, [first, second], 3)
+    again = [Island(tmp_path / "two", n).load(one) for n, one in enumerate((first.save(), early))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SparcelWarning)
+        together(threads, again, 6)
+    assert torch.equal(again[0].shared, again[1].shared)
+    assert float(again[0].shared[0]) > float(first.shared[0])
+
+
 def test_all_go_on_bit_for_bit_in_whatever_order_they_come(
     threads: ThreadPoolExecutor, tmp_path: Path
 ) -> None:

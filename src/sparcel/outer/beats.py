@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from contextlib import suppress
 
 from sparcel.errors import CommunicationError
 from sparcel.outer.board import Board
@@ -55,13 +54,15 @@ class Listener:
     """Tells which islands are silent, as far as their place answers at once."""
 
     def __init__(self, store: ExclusiveStore, patience: float) -> None:
-        self._board, self._silence = Board(store, 0.0), silent_seconds(patience)
-        self._watches = dict[int, Watch]()
+        self._board, self._watches = Board(store, 0.0), dict[int, Watch]()
+        self._beat, self._silence = beat_seconds(patience), silent_seconds(patience)
 
     def is_silent(self, island: int) -> bool:
         """Return whether an island has been silent for too long since this was first asked."""
-        watch = self._watches.setdefault(island, Watch(self._silence))
+        watch = self._watches.setdefault(island, Watch(self._beat))
         if watch.is_due(time.monotonic()):
-            with suppress(CommunicationError):
+            try:
                 watch.hear(signs(self._board, island))
+            except CommunicationError:  # nobody can give a sign now
+                self._watches.clear()
         return watch.quiet >= self._silence

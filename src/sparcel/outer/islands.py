@@ -297,7 +297,11 @@ class Elastic:
             result: T = end.value
         except (CommunicationError, MismatchError) as error:
             self._shards.tell(["failed", str(error)])
+            if self._beats is not None:
+                self._beats.stop.set()
+                self._beats = None
             raise
+        self._beat()
         mine = self._protocol
         self._holds = _Holds(mine.island, mine.steps, mine.at, mine.place, mine.order, mine.origin)
         self._shards.tell(["ended", result, astuple(self._holds)])

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from sparcel.comm import digest
 from sparcel.errors import CommunicationError, MismatchError
 from sparcel.outer.actions import Create, Gone, Host, Now, Read, Receive, Remove, Run, Signs, Wait
-from sparcel.outer.silence import Watch, silent_seconds
+from sparcel.outer.silence import Watch, beat_seconds, silent_seconds
 
 BLOCK = 16
 """So many attempts in a row are summed up in one key when two such blocks have followed."""
@@ -124,7 +124,7 @@ class Protocol:
         self, nonce: str, facts: dict[str, str], layout: str, least: int, patience: float
     ) -> None:
         self._nonce, self._least, self._patience = nonce, least, patience
-        self._silence = silent_seconds(patience)
+        self._beat, self._silence = beat_seconds(patience), silent_seconds(patience)
         self._facts, self._layout = facts, layout
         self._told = json.dumps(facts, sort_keys=True)
         self.place, self.island, self.order, self._lives = "", 0, 0, 1
@@ -140,7 +140,7 @@ class Protocol:
         self._apart: dict[int, tuple[int, float, str]] = {}
         """How often in a row an island was not reached, until when it is apart, and why."""
         self._watches: dict[int, Watch] = {}
-        """The islands that were waited for since they last took part."""
+        """The islands that are waited for."""
         self._brings: list[int] = []
         self._hosted: set[str] = set()
         """The names under which this island has hosted others, each once."""
@@ -288,12 +288,11 @@ class Protocol:
         self.origin = self.place, self.island, number
         for one in members:
             self._apart.pop(one, None)
-            self._watches.pop(one, None)
         return True
 
     def _agree(self) -> Run[dict[str, Any] | None]:
         """Wait until it is decided who takes part in the next attempt; None as `meet`."""
-        number, since = self._next, (yield Now())
+        number, since, self._watches = self._next, (yield Now()), {}
         while (decided := (yield Read(f"{number}.quorum"))) is None:
             now = yield Now()
             yield from self._come(now)
@@ -367,9 +366,16 @@ class Protocol:
         return [one.island for one in sorted(chosen, key=lambda one: (one.order, one.island))]
 
     def _replaced(self, last: dict[int, Came]) -> set[int]:
-        """Return islands in whose places others have gone on, which have all that these moved."""
-        heirs = {key for one in last.values() for key in one.heir_of}
-        return {one for one in last if f"{self.place}.{one}" in heirs}
+        """Return islands in whose places others have gone on, which hold no less than these."""
+        by_key = {f"{self.place}.{one.island}": one for one in last.values()}
+        pairs = (
+            (by_key[key], one) for one in last.values() for key in one.heir_of if key in by_key
+        )
+        return {
+            one.island
+            for one, heir in pairs
+            if heir is not one and (heir.at, heir.steps) >= (one.at, one.steps)
+        }
 
     def _are_enough(
         self, last: dict[int, Came], fit: list[int], now: float, waited: float
@@ -398,7 +404,7 @@ class Protocol:
     def _silent(self, islands: Iterable[int], now: float, seconds: float) -> Run[set[int]]:
         """Return those of these islands that have given no sign of life for so long."""
         for one in sorted(islands):
-            watch = self._watches.setdefault(one, Watch(self._silence))
+            watch = self._watches.setdefault(one, Watch(self._beat))
             if watch.is_due(now):
                 watch.hear((yield Signs(one)))
         return {one for one in islands if self._watches[one].quiet >= seconds}
@@ -413,7 +419,7 @@ class Protocol:
 
     def _wait_for_outcome(self, members: list[int]) -> Run[None]:
         """Wait for the outcome of an attempt of others, as long as one of them lives."""
-        since, waited = (yield Now()), 0.0
+        since, waited, self._watches = (yield Now()), 0.0, {}
         while not (yield from self._is_over(self._next, waited)):
             now = yield Now()
             waited = now - since
@@ -463,12 +469,14 @@ class Protocol:
         CommunicationError
             When no island that holds it sends it.
         """
-        now, waited = (yield Now()), 0.0
+        now, waited, self._watches = (yield Now()), 0.0, {}
         yield from self._find_next()
         while waited <= LONGEST * self._patience:
             before, now = now, (yield Now())
             waited += min(now - before, self._patience)  # it may have stood still
-            if self._mine is None or self._mine[0] + 1 < self._next:
+            # Members host those who came to an attempt before theirs, too, but not to begin.
+            since = 1 if self._latest else 0
+            if self._mine is None or self._mine[0] + since < self._next:
                 yield from self._come(now)
             assert self._mine is not None
             name = f"{self._mine[0]}.host.{self._mine[1]}"
@@ -479,9 +487,9 @@ class Protocol:
                 yield from self._keep_apart([int(host)], got)
                 yield from self._find_next()  # the others may have gone on meanwhile
                 self._mine = None
-            elif (yield from self._is_over(self._mine[0] + 1, waited)):
+            elif (yield from self._is_over(self._mine[0] + since, waited)):
                 yield from self._find_next()
-                if self._mine[0] + 1 < self._next:
+                if self._mine[0] + since < self._next:
                     continue
             elif others and {*others} <= (yield from self._silent(others, now, self._silence)):
                 return False
@@ -520,7 +528,7 @@ class Protocol:
             name = f"{number}.host.{slot}"
             if self.at and (not turns or turns[slot % len(turns)] != self.island):
                 continue
-            if guest.island in self._brings or name in self._hosted:
+            if (self.at and guest.island in self._brings) or name in self._hosted:
                 continue
             if (yield Create(name, f"{self.island}")) == f"{self.island}":
                 self._brings.append(guest.island)
