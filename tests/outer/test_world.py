@@ -62,9 +62,10 @@ def test_who_gives_no_sign_of_life_is_not_waited_for(who: str) -> None:
             while not one.mine._brings:
                 world.run(world.now + 0.1)
         world.kill(other)
-        world.run(world.now + 1.0)
+        killed = world.now
+        world.run(killed + 1.0)
         done = len(one.committed)
-        world.run(world.now + 0.8 * PATIENCE)
+        world.run(killed + 0.8 * PATIENCE)
     assert len(one.committed) > done > 1
 
 

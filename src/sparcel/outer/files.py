@@ -117,10 +117,10 @@ class BucketStore(Store):
         if not isinstance(found, ExclusiveStore):
             raise InputError(f"{type(found).__name__} cannot be a bucket: it has no create()")
         self.found, self.place = found, Patient(found, seconds)
-        passing = copy(found)
-        if isinstance(passing, Folder):
-            passing.lasting = False
-        self.messages = Patient(passing, seconds)
+        if isinstance(found, Folder):
+            found = copy(found)
+            found.lasting = False
+        self.messages = Patient(found, seconds)
         try:
             self.place.create(probe, [b"1"])
             if self.place.create(probe, [b"2"]):

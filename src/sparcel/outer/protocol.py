@@ -475,8 +475,8 @@ class Protocol:
             before, now = now, (yield Now())
             waited += min(now - before, self._patience)  # it may have stood still
             # Members host those who came to an attempt before theirs, too, but not to begin.
-            since = 1 if self._latest else 0
-            if self._mine is None or self._mine[0] + since < self._next:
+            earlier = 1 if self._latest else 0
+            if self._mine is None or self._mine[0] + earlier < self._next:
                 yield from self._come(now)
             assert self._mine is not None
             name = f"{self._mine[0]}.host.{self._mine[1]}"
@@ -487,9 +487,9 @@ class Protocol:
                 yield from self._keep_apart([int(host)], got)
                 yield from self._find_next()  # the others may have gone on meanwhile
                 self._mine = None
-            elif (yield from self._is_over(self._mine[0] + since, waited)):
+            elif (yield from self._is_over(self._mine[0] + earlier, waited)):
                 yield from self._find_next()
-                if self._mine[0] + since < self._next:
+                if self._mine[0] + earlier < self._next:
                     continue
             elif others and {*others} <= (yield from self._silent(others, now, self._silence)):
                 return False
