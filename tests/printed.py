@@ -7,7 +7,7 @@ A page has a temporary folder and one namespace, in which its blocks are run one
   them ``patch`` is pytest's MonkeyPatch, undone at the end of the page.
 - ``console`` has commands, after ``$``, and below them what they print. A line ``...`` stands for
   any lines. ``text`` right below ``python`` is what that prints.
-- ``sh`` has a command a line, without output. ``make`` and ``pip`` are checked, and not run.
+- ``sh`` has a command a line, without output. What it leaves running is ended. ``make`` and ``pip`` are checked, and not run.
 - ``diff`` says by its first lines what it changes; without them, its outcome is compiled.
 
 A comment on the line before a block changes this:
@@ -28,14 +28,15 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack, redirect_stdout, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 import pytest
@@ -121,18 +122,28 @@ def run(command: str) -> tuple[int, str]:
     if re.fullmatch(r"sparcel plan [\w .:-]+", command):  # a process takes seconds to start
         result = CliRunner().invoke(app, command.split()[1:], catch_exceptions=False)
         return result.exit_code, result.output
-    done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command],
-        env={name: value for name, value in os.environ.items() if name not in LAUNCHED},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=900,
-    )
-    if done.stdout.startswith("sparcel: cannot emulate"):  # this system permits no namespaces
-        pytest.skip(done.stdout)
-    return done.returncode, done.stdout
+    with TemporaryFile("w+") as out:
+        process = subprocess.Popen(
+            ["bash", "-o", "pipefail", "-c", command],
+            env={name: value for name, value in os.environ.items() if name not in LAUNCHED},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(600)
+        except subprocess.TimeoutExpired:
+            status = 124  # as of timeout(1)
+        finally:
+            with suppress(ProcessLookupError):  # what it has left running, too
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        out.seek(0)
+        told = out.read()
+    if told.startswith("sparcel: cannot emulate"):  # this system permits no namespaces
+        pytest.skip(told)
+    return status, told
 
 
 def difference(shown: str, told: str, numbers_vary: bool) -> str:
