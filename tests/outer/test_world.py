@@ -69,6 +69,41 @@ def test_who_gives_no_sign_of_life_is_not_waited_for(who: str) -> None:
     assert len(one.committed) > done > 1
 
 
+def test_who_comes_while_a_run_ends_is_told() -> None:
+    world = World(0)
+    late = world.start("late")
+    while not late.mine.place:
+        world.run(world.now + 0.01)
+    world.keys.clear()
+    world.keys["ended"] = "", world.now
+    world.run(world.now + PATIENCE)
+    assert late.ended is not None and "has ended" in late.ended
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["the same", "a later checkpoint"])
+@pytest.mark.parametrize("hosts", [False, True], ids=["at once", "as a host"])
+def test_islands_begin_without_the_one_that_was_to_send(later: bool, hosts: bool) -> None:
+    """The last to load a checkpoint, or who holds the latest, dies before the run begins."""
+    with patch.object(silence, "_MOST_SECONDS", 0.8):
+        world = World(0)
+        world.calm = True
+        writer, _ = world.start("writer"), world.start("other")
+        while not world.now > 30.0:
+            world.run(world.now + 0.5)
+            writer.save()
+        saved = writer.checkpoints[len(writer.checkpoints) // 2]
+        world.move()
+        two = [world.start(f"i{number}", saved) for number in range(2)]
+        world.run(world.now + 1.0)
+        last = world.start("last", writer.checkpoints[-1] if later else saved)
+        while last.mine._mine is None or (hosts and not last.mine._brings):
+            world.run(world.now + 0.02)
+        world.kill(last)
+        assert not world._commits
+        world.run(world.now + 8 * PATIENCE)
+    assert all(len(one.committed) > 1 for one in two)
+
+
 class KeepsAll(Protocol):
     """Who comes back sends what it had in its checkpoint."""
 

@@ -74,6 +74,30 @@ class BrokenPromiseError(AssertionError):
     """A promise was broken."""
 
 
+class Spans:
+    """When something stood still, or was down: one time after the other."""
+
+    def __init__(self) -> None:
+        self.times: list[tuple[float, float]] = []
+
+    @property
+    def until(self) -> float:
+        """When the last one ends."""
+        return self.times[-1][1] if self.times else 0.0
+
+    def begin(self, now: float, until: float) -> None:
+        self.end(now)
+        self.times.append((now, until))
+
+    def end(self, now: float) -> None:
+        if self.until > now:
+            self.times[-1] = self.times[-1][0], now
+
+    def before(self, time: float) -> float:
+        """Return when one began that lasted at a time, or that time."""
+        return next((since for since, until in self.times if since < time < until), time)
+
+
 class Island:
     """An island's process, which counts names as `sparcel.outer.driver` moves tensors."""
 
@@ -88,7 +112,7 @@ class Island:
         self.trained: set[str] = set()
         self.dropped: set[str] = set()
         self.connected: dict[int, Island] = {}
-        self.until = 0.0  # it stands still until then
+        self.born, self.still = world.now, Spans()
         self.ended: str | None = None
         self.committed: list[tuple[float, int]] = []
         self.checkpoints: list[Checkpoint] = []
@@ -123,7 +147,10 @@ class Island:
                 self.world.commit(self, attempt)
                 yield from self.mine.welcome()
                 return
-        if not (yield from self.mine.take_over()):
+        kept = yield from self.mine.take_over()
+        if kept is None:
+            return
+        if not kept:
             self.drop()
         self.receive()
 
@@ -196,7 +223,7 @@ class World:
         self._hosted: dict[str, tuple[Island, tuple[int, int, str], Held]] = {}
         self._commits: dict[int, int] = {}
         self._cut: dict[frozenset[Island], float] = {}
-        self._down, self.calm = 0.0, False
+        self._down, self.calm = Spans(), False
         self.apart: list[Island] = []
 
     # Time.
@@ -225,7 +252,7 @@ class World:
         return island
 
     def stop(self, island: Island, seconds: float) -> None:
-        island.until = self.now + seconds
+        island.still.begin(self.now, self.now + seconds)
         self.tell(f"{island.name} stands still for {seconds:.1f} s")
 
     def kill(self, island: Island) -> None:
@@ -236,8 +263,8 @@ class World:
         """Let an island go on with an answer, now or when it stands still no longer."""
         if island.ended:
             return
-        if island.until > self.now:
-            self.after(min(island.until - self.now, 2.0), lambda: self.resume(island, answer))
+        if (still := island.still.until - self.now) > 0:
+            self.after(min(still, 2.0), lambda: self.resume(island, answer))
             return
         try:
             action = island.doing.send(answer)
@@ -253,7 +280,7 @@ class World:
     def _do(self, island: Island, action: object) -> None:
         chance, again = self.chance, lambda answer: self.resume(island, answer)
         match action:
-            case actions.Create() | actions.Read() | actions.Remove():
+            case actions.Create() | actions.Read() | actions.Remove() | actions.Signs():
                 self._request(island, action, self.now)
             case actions.Wait(waited):
                 self.after(min(max(0.3, 0.3 * waited), 2.0), lambda: again(None))
@@ -262,12 +289,6 @@ class World:
             case actions.Gone():
                 gone = {n for n, one in island.connected.items() if one.ended}
                 self.after(0.0, lambda: again(gone))
-            case actions.Signs(number):
-                there = [one for one in self.islands if one.mine.island == number]
-                signs = [
-                    f"{one.name} {self.now:.1f}" if self._shows(one) else one.name for one in there
-                ]
-                self.after(0.05, lambda: again("".join(signs)))
             case actions.Host(_, name):
                 self._hosted[name] = island, island.mine.holds, island.shared
                 self.after(0.0, lambda: again(None))
@@ -282,16 +303,33 @@ class World:
         """Check that an island has failed only where no other could have sent it anything."""
         if "nobody to join" not in str(island.ended) or self.forgets:
             return
+        if ("commit", "outcome") not in {
+            (text, key.partition(".")[2]) for key, (text, _) in self.keys.items()
+        }:
+            raise BrokenPromiseError(f"{island.name} found nobody to begin with")
         since = self.now - 0.6 * LONGEST * PATIENCE
         if any(island in pair and until > since for pair, until in self._cut.items()):
             return
-        others = [one for one in self.islands if self._shows(one)]
+        others = [one for one in self.islands if self._is_up(one)]
         if any(sum(time > since for time, _ in one.committed) > 4 for one in others):
             raise BrokenPromiseError(f"{island.name} found nobody to join")
 
-    def _shows(self, island: Island) -> bool:
-        """Tell whether an island gives signs of life."""
-        return not island.ended and island.until <= self.now
+    def _is_up(self, island: Island) -> bool:
+        """Tell whether an island's process runs."""
+        return not island.ended and island.still.until <= self.now
+
+    def _sign(self, island: Island) -> str:
+        """Return the last sign of life that an island has given, at a time of its own."""
+        if island.ended:
+            return island.name
+        beat = silence.beat_seconds(PATIENCE)
+        number = (self.now - island.born) // beat
+        while number:
+            time = island.born + number * beat
+            if (since := min(island.still.before(time), self._down.before(time))) == time:
+                break
+            number = max(min(number - 1, (since - island.born) // beat), 0)
+        return f"{island.name} {number}"
 
     # The place.
 
@@ -311,7 +349,7 @@ class World:
         """Answer a request that has come to the place, unless it is down, or something is lost."""
         if island.ended and fate > 0.5:
             return
-        is_lost = self.now < self._down or fate < 0.01
+        is_lost = self.now < self._down.until or fate < 0.01
         answer = None if is_lost else self._answer(keys, action)
         if is_lost or fate < 0.02:  # what was lost is the answer
             self.after(1.0, partial(self._ask_again, island, action, since))
@@ -336,11 +374,13 @@ class World:
             case actions.Remove(gone):
                 for key in gone:
                     keys.pop(key, None)
+            case actions.Signs(number):
+                return "".join(self._sign(one) for one in self.islands if one.mine.island == number)
         return None
 
     def restart(self, seconds: float) -> None:
         """Let the place be down for a while, and lose the last second if it is one that may."""
-        self._down = self.now + seconds
+        self._down.begin(self.now, self.now + seconds)
         lost = [key for key, (_, at) in self.keys.items() if self.forgets and at > self.now - 1.0]
         for key in lost:
             del self.keys[key]
@@ -358,12 +398,7 @@ class World:
     def _receive(self, island: Island, name: str, until: float) -> None:
         """Receive from a host that has begun, or will within the patience."""
         found = self._hosted.get(name)
-        if (
-            found
-            and not found[0].ended
-            and self.reach(island, found[0])
-            and found[0].until <= self.now
-        ):
+        if found and self.reach(island, found[0]) and self._is_up(found[0]):
             _, holds, held = found
             is_lost = not self.calm and self.chance.random() < 0.05
 
@@ -395,7 +430,7 @@ class World:
 
         def look() -> None:
             members = [one for one in self.islands if one.mine.island in meeting.members]
-            is_silent = any(one.ended or one.until > self.now for one in members)
+            is_silent = not all(self._is_up(one) for one in members)
             self.after(0.0 if is_silent else PATIENCE - looked, give_up)
 
         looked = PATIENCE * (0.2 if self.calm else self.chance.uniform(0.2, 0.9))
@@ -412,7 +447,7 @@ class World:
         if meeting.over:
             return
         those = [*meeting.there.values()]
-        if any(one.ended or one.until > self.now for one in those):
+        if not all(self._is_up(one) for one in those):
             return  # the others wait in vain
         if not all(self.reach(one, other) for one in those for other in those if one is not other):
             return
@@ -523,7 +558,8 @@ def _disturb(world: World) -> None:
     time, names = 10.0, 10
     if chance.random() < 0.2:
         world.run(chance.uniform(10.0, 40.0))
-        saved = [one for island in world.islands for one in island.checkpoints]
+        those = [chance.choice(world.islands)] if chance.random() < 0.4 else world.islands
+        saved = [one for island in those for one in island.checkpoints]
         world.move()
         for _ in range(chance.randint(2, 5)):
             names += 1
@@ -547,7 +583,7 @@ def _disturb(world: World) -> None:
             world.start(f"i{names}", chance.choice([*saved[-40:], None]))
         else:
             world.restart(min(seconds, PATIENCE))
-    world.run(max(until, world._down))
+    world.run(max(until, world._down.until))
 
 
 def _heal(world: World) -> None:
@@ -556,9 +592,9 @@ def _heal(world: World) -> None:
     if there and chance.random() < 0.2:  # one stands still until the others have gone far
         one = chance.choice(there)
         world.stop(one, chance.uniform(5, 10) * PATIENCE)
-        world.run(one.until)
+        world.run(one.still.until)
     for one in world.islands:
-        one.until = min(one.until, world.now)
+        one.still.end(world.now)
     world._cut = {pair: min(until, world.now) for pair, until in world._cut.items()}
     world.calm = True
     world.tell("no more faults")

@@ -427,6 +427,8 @@ class Outer:
         assert isinstance(self._islands, Elastic), "a fixed group waits for all"
         shift = self._shared.shifting()
         kept = self._islands.take_over()
+        if kept is None:  # the run may begin without those who were waited for
+            return
         self._received()
         if not kept:
             for fragment in self._shared.fragments:

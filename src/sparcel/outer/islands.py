@@ -256,8 +256,11 @@ class Elastic:
             self._beats.steps, self._beats.clock = self.steps, clock
         self._run(Protocol.welcome)
 
-    def take_over(self) -> bool:
-        """Receive what islands share; return whether what this one has moved may be kept."""
+    def take_over(self) -> bool | None:
+        """Receive what islands share; return whether what this one has moved may be kept.
+
+        None if nobody is left who could send it, and the run has not begun.
+        """
         return self._run(Protocol.take_over)
 
     def is_awaited(self) -> bool:

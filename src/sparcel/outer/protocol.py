@@ -141,6 +141,8 @@ class Protocol:
         """How often in a row an island was not reached, until when it is apart, and why."""
         self._watches: dict[int, Watch] = {}
         """The islands that are waited for."""
+        self._began: float | None = None
+        """Since when this island waits for the run to begin, or since the last attempt to."""
         self._brings: list[int] = []
         self._hosted: set[str] = set()
         """The names under which this island has hosted others, each once."""
@@ -159,18 +161,20 @@ class Protocol:
         ------
         MismatchError
             When the run has other facts.
+        CommunicationError
+            When it has ended.
         """
-        if (yield Read("ended")) is not None:
-            raise CommunicationError("the run at this place has ended; name another one")
+        yield from self._check_ended()
         self.place = yield Create("run", self._nonce)
         yield Create(f"layout.{self._facts['layout']}", self._layout)
         yield from self._find_next()
         quorum = yield from self._quorum(self._latest)
         yield from self._check_facts(quorum["facts"])
         yield from self._take_number()
-        if not self._latest:
-            return False
-        yield from self.take_over(quorum["members"])
+        if self._latest:
+            yield from self.take_over(quorum["members"])
+        if not self.at:
+            yield from self._check_ended()  # the others may have, meanwhile
         return self.at > 0
 
     def _take_number(self) -> Run[None]:
@@ -216,6 +220,11 @@ class Protocol:
                 return True
             yield Wait(waited)
         return False
+
+    @staticmethod
+    def _check_ended() -> Run[None]:
+        if (yield Read("ended")) is not None:
+            raise CommunicationError("the run at this place has ended; name another one")
 
     def _check_facts(self, text: str) -> Run[None]:
         first: dict[str, str] = json.loads(text)
@@ -274,6 +283,7 @@ class Protocol:
             Islands that were not reached, and the reason.
         """
         number, members = self._attempt
+        self._began = None
         outcome = yield Create(f"{number}.outcome", _COMMIT if arrived else _ABORT)
         if (closed := (yield Read(f"closed.{_block(number)}"))) is not None:  # it came late
             outcome = _COMMIT if json.loads(closed).get(f"{number}") == members else _ABORT
@@ -293,20 +303,19 @@ class Protocol:
     def _agree(self) -> Run[dict[str, Any] | None]:
         """Wait until it is decided who takes part in the next attempt; None as `meet`."""
         number, since, self._watches = self._next, (yield Now()), {}
+        if not self._latest:
+            self._began = since = self._began or since
         while (decided := (yield Read(f"{number}.quorum"))) is None:
             now = yield Now()
             yield from self._come(now)
-            yield from self._look(number)
-            last = {one.island: one for one in self._came[number]}
+            last = yield from self._last(number)
             mine = last.get(self.island)
             if mine is None or mine.holds != self.holds:  # the others have gone on, and removed it
                 return None
             if not self.at:
-                alike = [one for one in last.values() if one.facts == mine.facts and not one.at]
-                is_replaced = self.island in self._replaced(last)
-                if is_replaced or any(one.steps > self.steps for one in alike):
+                if self._ahead(last):
                     return None
-                self._check_state(alike)
+                self._check_state(mine, last)
                 yield from self._welcome(number, {*last})
             fit = self._fitting(last)
             are_enough = yield from self._are_enough(last, fit, now, now - since)
@@ -348,6 +357,11 @@ class Protocol:
         while (text := (yield Read(f"{number}.came.{len(came) + 1}"))) is not None:
             came.append(Came(**json.loads(text)))
 
+    def _last(self, number: int) -> Run[dict[int, Came]]:
+        """Return what each island that has come to an attempt has told last."""
+        yield from self._look(number)
+        return {one.island: one for one in self._came[number]}
+
     def _fitting(self, last: dict[int, Came]) -> list[int]:
         """Return islands that hold the same as this one and have reached one another, by rank."""
         replaced = self._replaced(last)
@@ -365,17 +379,30 @@ class Protocol:
                 chosen.append(one)
         return [one.island for one in sorted(chosen, key=lambda one: (one.order, one.island))]
 
-    def _replaced(self, last: dict[int, Came]) -> set[int]:
-        """Return islands in whose places others have gone on, which hold no less than these."""
+    def _replaced(self, last: dict[int, Came]) -> dict[int, int]:
+        """Return who has gone on in an island's place, and holds no less, as it has heard."""
         by_key = {f"{self.place}.{one.island}": one for one in last.values()}
         pairs = (
             (by_key[key], one) for one in last.values() for key in one.heir_of if key in by_key
         )
         return {
-            one.island
+            one.island: heir.island
             for one, heir in pairs
-            if heir is not one and (heir.at, heir.steps) >= (one.at, one.steps)
+            if heir is not one and heir.island not in one.apart
+            if (heir.at, heir.steps) >= (one.at, one.steps)
         }
+
+    def _ahead(self, last: dict[int, Came]) -> set[int]:
+        """Return those who hold what this island has to take over before the run begins."""
+        if (mine := last.get(self.island)) is None:
+            return set()
+        more = {
+            one.island
+            for one in last.values()
+            if one.facts == mine.facts and not one.at and one.steps > self.steps
+        }
+        heirs = {self._replaced(last).get(self.island, 0)} - {0}
+        return (more | heirs) - {*mine.apart}
 
     def _are_enough(
         self, last: dict[int, Came], fit: list[int], now: float, waited: float
@@ -399,17 +426,18 @@ class Protocol:
         gone: set[int] = (yield Gone()) if missing else set()
         if missing <= gone:
             return True
-        return missing <= gone | (yield from self._silent(missing - gone, now, self._silence))
+        return missing <= gone | (yield from self._silent(missing - gone, now))
 
-    def _silent(self, islands: Iterable[int], now: float, seconds: float) -> Run[set[int]]:
-        """Return those of these islands that have given no sign of life for so long."""
+    def _silent(self, islands: Iterable[int], now: float) -> Run[set[int]]:
+        """Return those of these islands that have given no sign of life for long."""
         for one in sorted(islands):
             watch = self._watches.setdefault(one, Watch(self._beat))
             if watch.is_due(now):
                 watch.hear((yield Signs(one)))
-        return {one for one in islands if self._watches[one].quiet >= seconds}
+        return {one for one in islands if self._watches[one].quiet >= self._silence}
 
-    def _check_state(self, alike: list[Came]) -> None:
+    def _check_state(self, mine: Came, last: dict[int, Came]) -> None:
+        alike = (one for one in last.values() if (one.facts, one.at) == (mine.facts, 0))
         first = next(one for one in alike if one.steps == self.steps)
         if first.state != self.state:
             raise MismatchError(
@@ -423,7 +451,8 @@ class Protocol:
         while not (yield from self._is_over(self._next, waited)):
             now = yield Now()
             waited = now - since
-            if {*members} <= (yield from self._silent(members, now, 3 * self._patience)):
+            silent = yield from self._silent(members, now)
+            if {*members} <= silent and waited > 3 * self._patience:
                 yield Create(f"{self._next}.outcome", _ABORT)
             yield Wait(waited)
 
@@ -459,10 +488,11 @@ class Protocol:
 
     # To join and to return.
 
-    def take_over(self, others: Sequence[int] = ()) -> Run[bool]:
+    def take_over(self, others: Sequence[int] = ()) -> Run[bool | None]:
         """Get what islands share; return whether what this island has moved may be kept.
 
-        If these others give no signs of life, nothing is taken over.
+        None if nothing is taken over: the islands that could send it give no signs of life, which
+        are these others, or those that hold more before the run begins.
 
         Raises
         ------
@@ -491,8 +521,12 @@ class Protocol:
                 yield from self._find_next()
                 if self._mine[0] + earlier < self._next:
                     continue
-            elif others and {*others} <= (yield from self._silent(others, now, self._silence)):
-                return False
+            elif others or not self._latest:
+                hosts = {*others} or self._ahead((yield from self._last(self._next)))
+                if hosts <= (yield from self._silent(hosts, now)):
+                    if not self._latest:  # the run may begin without them
+                        yield from self._keep_apart([*hosts], "it gives no sign of life")
+                    return None
             yield Wait(waited)
         raise CommunicationError(
             f"no island has sent what the run shares in {waited:.0f} s, so there is nobody to join"

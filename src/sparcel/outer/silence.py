@@ -39,7 +39,7 @@ class Watch:
     def is_due(self, now: float) -> bool:
         """Return whether to look for a sign of life now, and to call `hear`."""
         # This one, or the place, may have stood still since the last call.
-        self._passed += min(now - self._before, self._seconds / 2)
+        self._passed += min(now - self._before, self._seconds)
         self._before = now
         return self._passed >= self._seconds
 
