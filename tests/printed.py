@@ -32,6 +32,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 import traceback
 from collections.abc import Callable, Iterator
@@ -123,10 +124,11 @@ def run(command: str) -> tuple[int, str]:
     if re.fullmatch(r"sparcel plan [\w .:-]+", command):  # a process takes seconds to start
         result = CliRunner().invoke(app, command.split()[1:], catch_exceptions=False)
         return result.exit_code, result.output
+    there = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
     with TemporaryFile("w+") as out:
         process = subprocess.Popen(
             ["bash", "-o", "pipefail", "-c", command],
-            env={name: value for name, value in os.environ.items() if name not in LAUNCHED},
+            env=there | {"PYTHONFAULTHANDLER": "1"},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -136,6 +138,8 @@ def run(command: str) -> tuple[int, str]:
             status = process.wait(600)
         except subprocess.TimeoutExpired:
             status = 124  # as of timeout(1)
+            os.killpg(process.pid, signal.SIGABRT)  # Python tells where it waits
+            time.sleep(1.0)
         finally:
             with suppress(ProcessLookupError):  # what it has left running, too
                 os.killpg(process.pid, signal.SIGKILL)
