@@ -437,10 +437,10 @@ def test_all_name_the_rank_that_does_not_come(place: str) -> None:
 
 
 def test_who_is_silent_is_not_waited_for_and_who_is_slow_is(place: str) -> None:
-    meeting = meeting_at(place, 1.0)
+    meeting = meeting_at(place, 2.0)
     assert meeting is not None
-    # An island gives a sign of life each 0.2 s, and is dead after 0.5 s without one.
-    beats = [Beats(meeting.board, island, 1.0) for island in (3, 7)]
+    # An island gives a sign of life each 0.4 s, and is dead after 1 s without one.
+    beats = [Beats(meeting.board, island, 2.0) for island in (3, 7)]
 
     def exchange(rank: int, name: str) -> None:
         comm = meeting.connect(name, [3, 7], rank, 60.0)
@@ -450,7 +450,7 @@ def test_who_is_silent_is_not_waited_for_and_who_is_slow_is(place: str) -> None:
         with ThreadPoolExecutor() as threads:
             waiting = threads.submit(exchange, 0, "slow")
             with pytest.raises(TimeoutError):
-                waiting.result(2.0)
+                waiting.result(3.0)
             exchange(1, "slow")
             waiting.result()
             beats[1].end()

@@ -11,7 +11,8 @@ import pytest
 
 from sparcel.outer import actions, silence
 from sparcel.outer.actions import Action, Create, Read, Run
-from sparcel.outer.protocol import Came, Protocol
+from sparcel.outer.history import Quorum
+from sparcel.outer.protocol import Protocol
 from tests.outer.world import PATIENCE, BrokenPromiseError, Island, World, live
 
 WORLDS, PIECES = 100_000, 8
@@ -126,13 +127,12 @@ class Stubborn(Protocol):
     """Who waits does not see that the others have gone on."""
 
     def _agree(self) -> Run[Any]:
-        number = self._next
-        while (yield Read(f"{number}.quorum")) is None:
+        number = self._history.next
+        while (quorum := (yield from self._history.quorum(number))) is None:
             came = yield from self._all_came(number)
             if len(came) > 1:
-                text = {"members": came, "facts": self._told, "holds": self.holds}
-                yield Create(f"{number}.quorum", json.dumps(text))
-        return json.loads((yield Read(f"{number}.quorum")))
+                yield from self._history.propose(number, Quorum(came, self._told, [*self.holds]))
+        return quorum
 
     def _all_came(self, number: int) -> Run[list[int]]:
         yield from self._come(0.0)
@@ -172,8 +172,15 @@ def believing(key: str) -> type[Protocol]:
 class Careless(Protocol):
     """Those who hold different parameters take part in one attempt."""
 
-    def _fitting(self, last: dict[int, Came]) -> list[int]:
-        return sorted(last)
+    def _agree(self) -> Run[Any]:
+        def all_of_them(action: Action) -> Run[Any]:
+            if isinstance(action, Create) and action.key.endswith("quorum"):
+                came = sorted({one.island for one in self._came[self._history.next]})
+                text = json.dumps(json.loads(action.text) | {"members": came})
+                action = Create(action.key, text)
+            return (yield action)
+
+        return (yield from answered(super()._agree(), all_of_them))
 
 
 class Forgetful(Protocol):

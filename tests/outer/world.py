@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from sparcel.errors import SparcelError
-from sparcel.outer import actions, protocol, silence
+from sparcel.outer import actions, history, silence
 from sparcel.outer.protocol import LONGEST, Attempt, Protocol
 
 PATIENCE = 10.0
@@ -223,6 +223,8 @@ class World:
         self._hosted: dict[str, tuple[Island, tuple[int, int, str], Held]] = {}
         self._commits: dict[int, int] = {}
         self._cut: dict[frozenset[Island], float] = {}
+        self._lost: dict[Island, float] = {}
+        """When an island last missed a part of what it was to take over."""
         self._down, self.calm = Spans(), False
         self.apart: list[Island] = []
 
@@ -308,7 +310,8 @@ class World:
         }:
             raise BrokenPromiseError(f"{island.name} found nobody to begin with")
         since = self.now - 0.6 * LONGEST * PATIENCE
-        if any(island in pair and until > since for pair, until in self._cut.items()):
+        cut = [until for pair, until in self._cut.items() if island in pair]
+        if max(cut, default=0.0) > since or self._lost.get(island, 0.0) > since:
             return
         others = [one for one in self.islands if self._is_up(one)]
         if any(sum(time > since for time, _ in one.committed) > 4 for one in others):
@@ -403,7 +406,9 @@ class World:
             is_lost = not self.calm and self.chance.random() < 0.05
 
             def received() -> None:
-                if not is_lost:
+                if is_lost:
+                    self._lost[island] = self.now
+                else:
                     self.given[island.name] = held
                 self.resume(island, "it ended in the middle" if is_lost else holds)
 
@@ -532,7 +537,7 @@ def live(seed: int, make: Callable[..., Protocol] = Protocol, forgets: bool = Fa
     world = World(seed, make, forgets)
     try:
         # Outcomes are summed up soon, and the silent are not waited for as long as the patience.
-        with patch.object(protocol, "BLOCK", 2), patch.object(silence, "_MOST_SECONDS", 0.8):
+        with patch.object(history, "BLOCK", 2), patch.object(silence, "_MOST_SECONDS", 0.8):
             _live(world)
     except BrokenPromiseError as error:
         told = "\n".join(world.story[-30:])

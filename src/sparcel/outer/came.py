@@ -1,0 +1,118 @@
+"""Who has come to an attempt, and which of them can take part together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from sparcel.errors import MismatchError
+
+
+class Came(NamedTuple):
+    """What an island tells when it comes.
+
+    Attributes
+    ----------
+    island, order
+        Its number, and where it stands among others.
+    at, steps, state
+        What it holds: the attempt after which it was shared, 0 if there was none at this place;
+        after how many outer steps; and what sums it up, where ``at`` is 0.
+    facts
+        What sums up its settings.
+    apart
+        Islands that it has not reached of late.
+    brings
+        Islands that it has hosted since its last outer step.
+    heir_of
+        The islands in whose places it goes on, each as `name_of` has it.
+    """
+
+    island: int
+    order: int
+    at: int
+    steps: int
+    state: str
+    facts: str
+    apart: Sequence[int] = ()
+    brings: Sequence[int] = ()
+    heir_of: Sequence[str] = ()
+
+    @property
+    def holds(self) -> tuple[int, int, str]:
+        """What is the same for islands that can take part in one attempt, beside ``facts``."""
+        return self.at, self.steps, self.state
+
+
+Last = Mapping[int, Came]
+"""What each island that has come to an attempt has told last, by its number."""
+
+
+def name_of(place: str, island: int) -> str:
+    """Return an island's name that no other has at any place."""
+    return f"{place}.{island}"
+
+
+def fitting(last: Last, place: str, me: int) -> list[int]:
+    """Return islands that hold the same as this one and have reached one another, by rank."""
+    mine, behind = last[me], replaced(last, place)
+    fit = [
+        one
+        for one in last.values()
+        if (one.holds, one.facts) == (mine.holds, mine.facts) and one.island not in behind
+    ]
+    pairs = {(one.island, other) for one in fit for other in one.apart}
+    pairs |= {(other, one) for one, other in pairs}
+
+    def missed(island: int) -> int:
+        return sum(one == island for one, _ in pairs)
+
+    chosen: list[Came] = []
+    for one in sorted(fit, key=lambda one: (missed(one.island), one.order, one.island)):
+        if all((one.island, other.island) not in pairs for other in chosen):
+            chosen.append(one)
+    return [one.island for one in sorted(chosen, key=lambda one: (one.order, one.island))]
+
+
+def replaced(last: Last, place: str) -> dict[int, int]:
+    """Return who has gone on in an island's place, and holds no less, as far as it has heard."""
+    by_name = {name_of(place, one.island): one for one in last.values()}
+    pairs = (
+        (by_name[one], heir) for heir in last.values() for one in heir.heir_of if one in by_name
+    )
+    return {
+        one.island: heir.island
+        for one, heir in pairs
+        if heir is not one and heir.island not in one.apart
+        if (heir.at, heir.steps) >= (one.at, one.steps)
+    }
+
+
+def ahead(last: Last, place: str, me: int) -> set[int]:
+    """Return who holds what this island has to take over before the run begins."""
+    if me not in last:
+        return set()
+    more = {one.island for one in _beginning(last, me) if one.steps > last[me].steps}
+    heirs = {replaced(last, place).get(me, me)} - {me}
+    return (more | heirs) - {*last[me].apart}
+
+
+def check_state(last: Last, me: int) -> None:
+    """Check that this island begins with what the first has.
+
+    Raises
+    ------
+    MismatchError
+        When it does not.
+    """
+    first = next(one for one in _beginning(last, me) if one.steps == last[me].steps)
+    if first.state != last[me].state:
+        raise MismatchError(
+            f"this island has other parameters to begin with than island {first.island}; start"
+            " all from one seed, or from checkpoints of one run"
+        )
+
+
+def _beginning(last: Last, me: int) -> list[Came]:
+    """Return those who have this island's settings, and have not taken part at this place."""
+    return [one for one in last.values() if one.facts == last[me].facts and not one.at]

@@ -1,0 +1,144 @@
+"""What a place tells of attempts: who took part, and whether they took effect.
+
+Old ones are summed up, so that the place does not grow: when two blocks of attempts have followed a
+block, its keys are replaced by one.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+from sparcel.errors import CommunicationError
+from sparcel.outer.actions import Create, Read, Remove, Run
+
+BLOCK = 16
+"""So many attempts in a row are summed up."""
+
+COMMIT, ABORT = "commit", "abort"
+
+
+class Quorum(NamedTuple):
+    """Who takes part in an attempt: its members by rank, their facts, and what they all hold."""
+
+    members: list[int]
+    facts: str
+    holds: list[int | str]
+
+
+class History:
+    """What one island knows of it.
+
+    Attributes
+    ----------
+    next
+        The attempt that has no outcome yet, as far as it knows.
+    latest
+        The latest attempt that took effect, 0 for none.
+    """
+
+    def __init__(self) -> None:
+        self.next, self.latest, self._closed = 1, 0, 0
+        self._outcomes: dict[int, str] = {}
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last attempt was aborted."""
+        return self._outcomes.get(self.next - 1) == ABORT
+
+    def look(self) -> Run[None]:
+        """Learn which attempt is the next, and which was the latest that took effect."""
+        self._closed = yield from first_missing("closed.{}", self._closed)
+        if self._closed * BLOCK >= self.next:
+            self.next = self._closed * BLOCK + 1
+            self.latest = max(map(int, (yield from self._summed_up(self._closed - 1))))
+        while (outcome := (yield from self._outcome(self.next))) is not None:
+            self._outcomes[self.next] = outcome
+            if outcome == COMMIT:
+                self.latest = self.next
+            self.next += 1
+        self._outcomes = {
+            number: outcome for number, outcome in self._outcomes.items() if number >= self.next - 1
+        }
+
+    def quorum(self, number: int) -> Run[Quorum | None]:
+        """Return who takes part in an attempt, or None if it is not decided, or summed up."""
+        text = yield Read(f"{number}.quorum")
+        return Quorum(**json.loads(text)) if text else None
+
+    def propose(self, number: int, quorum: Quorum) -> Run[Quorum]:
+        """Propose who takes part in an attempt; return who does."""
+        text = yield Create(f"{number}.quorum", json.dumps(quorum._asdict()))
+        return Quorum(**json.loads(text))
+
+    def decide(self, number: int, members: list[int], outcome: str) -> Run[str]:
+        """Propose an attempt's outcome; return what it is."""
+        outcome = yield Create(f"{number}.outcome", outcome)
+        if (closed := (yield Read(_closed(number)))) is not None:  # it came late
+            outcome = COMMIT if json.loads(closed).get(f"{number}") == members else ABORT
+        self._outcomes[number] = outcome
+        return outcome
+
+    def is_over(self, number: int, may_be_old: bool) -> Run[bool]:
+        """Return whether an attempt has an outcome, which may have been summed up."""
+        if (yield Read(f"{number}.outcome")) is not None:
+            return True
+        return may_be_old and (yield from self.is_summed_up(number))
+
+    def is_summed_up(self, number: int) -> Run[bool]:
+        """Return whether others have summed up an attempt, so its keys decide nothing any more."""
+        return (yield Read(_closed(number))) is not None
+
+    def sum_up(self, latest: int) -> Run[None]:
+        """Sum up a block of attempts, if two more have followed."""
+        if latest <= (self._closed + 3) * BLOCK:
+            return
+        numbers = range(self._closed * BLOCK + 1, (self._closed + 1) * BLOCK + 1)
+        commits = yield from self._summed_up(self._closed - 1)
+        commits = {key: commits[key] for key in [max(commits, key=int)]}
+        for number in numbers:
+            if (yield Read(f"{number}.outcome")) == COMMIT:
+                quorum = yield from self.quorum(number)
+                commits[f"{number}"] = quorum.members if quorum else []
+        yield Create(f"closed.{self._closed}", json.dumps(commits))
+        yield Remove([f"{one}.{what}" for one in numbers for what in ("quorum", "outcome")])
+        self._closed += 1
+
+    def _outcome(self, number: int) -> Run[str | None]:
+        """Return the outcome of an attempt, of which the place is told if it has forgotten it."""
+        known: str | None = self._outcomes.get(number)
+        if known is None:
+            known = yield Read(f"{number}.outcome")
+        elif (yield Create(f"{number}.outcome", known)) != known:
+            raise forgotten(number)
+        return known
+
+    def _summed_up(self, block: int) -> Run[dict[str, list[int]]]:
+        """Return who took part in a block's attempts that took effect, and in the last before."""
+        text = yield Read(f"closed.{block}")
+        return dict(json.loads(text)) if text else {"0": []}
+
+
+def _closed(number: int) -> str:
+    """Return the key that sums up an attempt."""
+    return f"closed.{(number - 1) // BLOCK}"
+
+
+def forgotten(number: int) -> CommunicationError:
+    """Return the error of a place that has lost what it had confirmed."""
+    return CommunicationError(
+        f"the place where islands meet has forgotten attempt {number}, and others have decided"
+        " otherwise since; load the last checkpoints at another place"
+    )
+
+
+def first_missing(key: str, known: int) -> Run[int]:
+    """Return the first number from ``known`` on whose key is not there; all before it are."""
+    step = 1
+    while (yield Read(key.format(known + step - 1))) is not None:
+        known, step = known + step, 2 * step
+    while step > 1:
+        step //= 2
+        if (yield Read(key.format(known + step - 1))) is not None:
+            known += step
+    return known
