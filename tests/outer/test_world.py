@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -103,6 +104,21 @@ def test_islands_begin_without_the_one_that_was_to_send(later: bool, hosts: bool
         assert not world._commits
         world.run(world.now + 8 * PATIENCE)
     assert all(len(one.committed) > 1 for one in two)
+
+
+def test_who_comes_again_with_the_same_words_is_another_guest() -> None:
+    """The one whom it was to be hosted by may be dead, and its key stays."""
+    world = World(0)
+    mine = world.start("one").mine
+    world.run(PATIENCE)
+    places = []
+    for _ in range(2):
+        mine._mine, answer, coming = None, None, mine._come(world.now)
+        with suppress(StopIteration):
+            while True:
+                answer = world._answer(world.keys, coming.send(answer))
+        places.append(mine._mine[1])
+    assert places[0] < places[1]
 
 
 class KeepsAll(Protocol):

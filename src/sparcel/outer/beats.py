@@ -8,7 +8,7 @@ import time
 
 from sparcel.errors import CommunicationError
 from sparcel.outer.board import Board
-from sparcel.outer.silence import Watch, beat_seconds, silent_seconds
+from sparcel.outer.silence import Watches, beat_seconds
 from sparcel.stores import ExclusiveStore
 
 
@@ -54,15 +54,14 @@ class Listener:
     """Tells which islands are silent, as far as their place answers at once."""
 
     def __init__(self, store: ExclusiveStore, patience: float) -> None:
-        self._board, self._watches = Board(store, 0.0), dict[int, Watch]()
-        self._beat, self._silence = beat_seconds(patience), silent_seconds(patience)
+        self._board, self._watches = Board(store, 0.0), Watches(patience)
 
     def is_silent(self, island: int) -> bool:
         """Return whether an island has been silent for too long since this was first asked."""
-        watch = self._watches.setdefault(island, Watch(self._beat))
-        if watch.is_due(time.monotonic()):
+        if self._watches.is_due(island, time.monotonic()):
             try:
-                watch.hear(signs(self._board, island))
+                self._watches.hear(island, signs(self._board, island))
             except CommunicationError:  # nobody can give a sign now
                 self._watches.clear()
-        return watch.quiet >= self._silence
+                return False
+        return self._watches.is_silent(island)

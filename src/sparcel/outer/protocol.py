@@ -29,7 +29,7 @@ from sparcel.errors import CommunicationError, MismatchError
 from sparcel.outer.actions import Create, Gone, Host, Now, Read, Receive, Remove, Run, Signs, Wait
 from sparcel.outer.came import Came, ahead, check_state, fitting, name_of, replaced
 from sparcel.outer.history import ABORT, COMMIT, History, Quorum, first_missing, forgotten
-from sparcel.outer.silence import Watch, beat_seconds, silent_seconds
+from sparcel.outer.silence import Watches, silent_seconds
 
 _GRACE_SECONDS = 3.0
 """How long islands are waited for that may have failed with the last attempt."""
@@ -85,7 +85,6 @@ class Protocol:
         self, nonce: str, facts: dict[str, str], layout: str, least: int, patience: float
     ) -> None:
         self._nonce, self._least, self._patience = nonce, least, patience
-        self._beat, self._silence = beat_seconds(patience), silent_seconds(patience)
         self._facts, self._layout = facts, layout
         self._told = json.dumps(facts, sort_keys=True)
         self.place, self.island, self.order, self._lives = "", 0, 0, 1
@@ -98,8 +97,7 @@ class Protocol:
         """The attempt and the slot to which this island came last, and what it told."""
         self._apart: dict[int, tuple[int, float, str]] = {}
         """How often in a row an island was not reached, until when it is apart, and why."""
-        self._watches: dict[int, Watch] = {}
-        """The islands that are waited for."""
+        self._watches = Watches(patience)
         self._began: float | None = None
         """Since when this island waits for the run to begin, or since the last attempt to."""
         self._brings: list[int] = []
@@ -178,7 +176,7 @@ class Protocol:
     def _is_alive(self, island: int) -> Run[bool]:
         """Wait for a sign of life of an island."""
         since, first = (yield Now()), (yield Signs(island))
-        while first and (waited := (yield Now()) - since) < self._silence:
+        while first and (waited := (yield Now()) - since) < silent_seconds(self._patience):
             if (yield Signs(island)) != first:
                 return True
             yield Wait(waited)
@@ -262,7 +260,8 @@ class Protocol:
 
     def _agree(self) -> Run[Quorum | None]:
         """Wait until it is decided who takes part in the next attempt; None as `meet`."""
-        number, since, self._watches = self._history.next, (yield Now()), {}
+        number, since = self._history.next, (yield Now())
+        self._watches.clear()
         if not self._history.latest:
             self._began = since = self._began or since
         while (quorum := (yield from self._history.quorum(number))) is None:
@@ -350,14 +349,14 @@ class Protocol:
     def _silent(self, islands: Iterable[int], now: float) -> Run[set[int]]:
         """Return those of these islands that have given no sign of life for long."""
         for one in sorted(islands):
-            watch = self._watches.setdefault(one, Watch(self._beat))
-            if watch.is_due(now):
-                watch.hear((yield Signs(one)))
-        return {one for one in islands if self._watches[one].quiet >= self._silence}
+            if self._watches.is_due(one, now):
+                self._watches.hear(one, (yield Signs(one)))
+        return {one for one in islands if self._watches.is_silent(one)}
 
     def _wait_for_outcome(self, members: list[int]) -> Run[None]:
         """Wait for the outcome of an attempt of others, as long as one of them lives."""
-        since, waited, self._watches = (yield Now()), 0.0, {}
+        since, waited = (yield Now()), 0.0
+        self._watches.clear()
         while not (yield from self._history.is_over(self._history.next, waited > self._patience)):
             now = yield Now()
             waited = now - since
@@ -379,7 +378,8 @@ class Protocol:
         CommunicationError
             When no island that holds it sends it.
         """
-        now, waited, self._watches = (yield Now()), 0.0, {}
+        now, waited = (yield Now()), 0.0
+        self._watches.clear()
         yield from self._history.look()
         while waited <= LONGEST * self._patience:
             before, now = now, (yield Now())

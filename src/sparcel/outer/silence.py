@@ -1,4 +1,4 @@
-"""How often islands give signs of life, and how long one is silent that is taken for dead."""
+"""How often islands give signs of life, and which are silent for so long that they are dead."""
 
 from __future__ import annotations
 
@@ -17,33 +17,51 @@ def silent_seconds(patience: float) -> float:
     return _SILENT * beat_seconds(patience)
 
 
-class Watch:
-    """Tells for how long an island has given no sign of life.
+class Watches:
+    """Tells which islands have given no sign of life for long, since they were first asked for."""
 
-    Parameters
-    ----------
-    seconds
-        How often to look for one.
+    def __init__(self, patience: float) -> None:
+        self._beat, self._silent = beat_seconds(patience), silent_seconds(patience)
+        self._watches = dict[int, _Watch]()
+
+    def is_due(self, island: int, now: float) -> bool:
+        """Return whether to look for a sign of life now, and to call `hear`."""
+        watch = self._watches.setdefault(island, _Watch(self._beat))
+        # This one, or the place, may have stood still since the last call.
+        watch.passed += min(now - watch.before, self._beat)
+        watch.before = now
+        return watch.passed >= self._beat
+
+    def hear(self, island: int, signs: str) -> None:
+        """Take in what sums up an island's signs of life."""
+        watch = self._watches[island]
+        watch.quiet = watch.quiet + watch.passed if signs == watch.signs else 0.0
+        watch.signs, watch.passed = signs, 0.0
+
+    def is_silent(self, island: int) -> bool:
+        """Return whether an island is taken for dead."""
+        return self._watches[island].quiet >= self._silent
+
+    def clear(self) -> None:
+        """Watch all anew."""
+        self._watches.clear()
+
+
+class _Watch:
+    """What is known of an island.
 
     Attributes
     ----------
+    passed
+        Seconds since the last look for its signs of life.
+    before
+        When it was last asked for.
+    signs
+        What summed them up.
     quiet
         Seconds in which it was watched, and gave none.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = self._passed = seconds
-        self._before = self.quiet = 0.0
-        self._signs: str | None = None
-
-    def is_due(self, now: float) -> bool:
-        """Return whether to look for a sign of life now, and to call `hear`."""
-        # This one, or the place, may have stood still since the last call.
-        self._passed += min(now - self._before, self._seconds)
-        self._before = now
-        return self._passed >= self._seconds
-
-    def hear(self, signs: str) -> None:
-        """Take in what sums up its signs of life."""
-        self.quiet = self.quiet + self._passed if signs == self._signs else 0.0
-        self._signs, self._passed = signs, 0.0
+    def __init__(self, passed: float) -> None:
+        self.passed, self.before, self.quiet = passed, 0.0, 0.0
+        self.signs: str | None = None
