@@ -127,7 +127,7 @@ def create(path: Path, like: os.stat_result | None = None) -> BufferedRandom:
 
 
 @contextmanager
-def replacing(path: Path, *, links: bool = True) -> Iterator[IO[bytes]]:
+def replacing(path: Path, *, links: bool = True, lasting: bool = True) -> Iterator[IO[bytes]]:
     """Open a temporary file, which replaces ``path`` when the block ends without an error.
 
     Readers of ``path`` therefore find a whole file. Several processes may write it at the same
@@ -141,6 +141,8 @@ def replacing(path: Path, *, links: bool = True) -> Iterator[IO[bytes]]:
     links
         Whether a user has named the path. Then a link stays one, and a pipe or a device is written
         to directly. Else they are refused.
+    lasting
+        Whether the file outlives a crash of the machine: it is flushed to disk.
 
     Raises
     ------
@@ -159,7 +161,8 @@ def replacing(path: Path, *, links: bool = True) -> Iterator[IO[bytes]]:
         with create(part, old) as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if lasting:
+                os.fsync(file.fileno())
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

@@ -61,6 +61,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("If-None-Match") == _FIRST:
             self._answer(201 if run.create(name, [body]) else 412)
         else:
+            run.lasting = False  # it decides nothing
             run.write(name, [body])
             self._answer(204)
 

@@ -14,7 +14,7 @@ from sparcel.errors import MismatchError
 from sparcel.meeting import Server
 from tests.outer.islands import Model, Named, Training, same
 
-PATIENCE = 2.0
+PATIENCE = 3.0
 
 
 @pytest.fixture(params=["links", "bucket"])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
+from copy import copy
 from typing import TypeVar
 
 from sparcel.errors import CommunicationError
-from sparcel.stores import ExclusiveStore
+from sparcel.stores import ExclusiveStore, Folder
 
 T = TypeVar("T")
 
@@ -79,6 +80,14 @@ class Patient:
         return str(self._store)
 
 
+def passing(store: ExclusiveStore) -> ExclusiveStore:
+    """Return a store for files there that need not outlive a crash of the machine."""
+    if isinstance(store, Folder):
+        store = copy(store)
+        store.lasting = False
+    return store
+
+
 class Board:
     """Keys with texts, in a store.
 
@@ -90,7 +99,7 @@ class Board:
 
     def __init__(self, store: ExclusiveStore, seconds: float) -> None:
         self._store, self._seconds = Patient(store, seconds), seconds
-        self._now = store
+        self._now = passing(store)
 
     def create(self, key: str, text: str) -> str:
         """Create a key unless it is there; return the text that it has."""

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from copy import copy
 from datetime import timedelta
 from urllib.parse import quote
 from uuid import uuid4
@@ -19,7 +18,7 @@ from torch.distributed.distributed_c10d import Store
 from sparcel.comm import digest
 from sparcel.errors import InputError, shown
 from sparcel.meeting import Meeting
-from sparcel.outer.board import Patient
+from sparcel.outer.board import Patient, passing
 from sparcel.stores import ExclusiveStore, Folder, store_at
 from sparcel.stores import Store as Place
 
@@ -117,10 +116,7 @@ class BucketStore(Store):
         if not isinstance(found, ExclusiveStore):
             raise InputError(f"{type(found).__name__} cannot be a bucket: it has no create()")
         self.found, self.place = found, Patient(found, seconds)
-        if isinstance(found, Folder):
-            found = copy(found)
-            found.lasting = False
-        self.messages = Patient(found, seconds)
+        self.messages = Patient(passing(found), seconds)
         try:
             self.place.create(probe, [b"1"])
             if self.place.create(probe, [b"2"]):

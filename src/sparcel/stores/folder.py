@@ -22,14 +22,14 @@ _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)
 class Folder:
     """Files in a folder, which is made if it is not there.
 
-    A file is written under another name, flushed to disk and renamed. The folder may be a link. A
+    A file is written under another name, and renamed. The folder may be a link. A
     link in it is none of its files, and neither is a pipe or a device: whoever reads or replaces
     one gets a FormatError.
 
     Attributes
     ----------
     lasting
-        Whether what `create` writes outlives a crash of the machine: it is flushed to disk.
+        Whether what is written outlives a crash of the machine: it is flushed to disk.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -58,11 +58,12 @@ class Folder:
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> int:
         """Write a file, whole or not at all, and return its length."""
         self._make()
-        with replacing(self.path / name, links=False) as file:
+        with replacing(self.path / name, links=False, lasting=self.lasting) as file:
             for part in parts:
                 file.write(part)
             length = file.tell()
-        _flush(self.path)
+        if self.lasting:
+            _flush(self.path)
         return length
 
     def create(self, name: str, parts: Iterable[bytes | memoryview]) -> bool:
