@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
+from sparcel.errors import CommunicationError
 from sparcel.outer import actions, silence
 from sparcel.outer.actions import Action, Create, Read, Run
+from sparcel.outer.came import Came
 from sparcel.outer.history import Quorum
 from sparcel.outer.protocol import Protocol
+from tests.outer import world as worlds
 from tests.outer.world import PATIENCE, BrokenPromiseError, Island, World, live
 
 WORLDS, PIECES = 100_000, 8
@@ -82,28 +84,97 @@ def test_who_comes_while_a_run_ends_is_told() -> None:
     assert late.ended is not None and "has ended" in late.ended
 
 
+def a_run() -> tuple[World, Island, Island]:
+    """Return a world without faults in which two islands have trained for a while."""
+    world = World(0)
+    world.calm = True
+    islands = world.start("one"), world.start("other")
+    while world.now < 30.0:
+        world.run(world.now + 0.5)
+        for island in islands:
+            island.save()
+    return world, *islands
+
+
 @pytest.mark.parametrize("later", [False, True], ids=["the same", "a later checkpoint"])
-@pytest.mark.parametrize("hosts", [False, True], ids=["at once", "as a host"])
-def test_islands_begin_without_the_one_that_was_to_send(later: bool, hosts: bool) -> None:
-    """The last to load a checkpoint, or who holds the latest, dies before the run begins."""
+@pytest.mark.parametrize("dead", [1, 8, "a host"])
+def test_a_run_begins_without_those_who_came_and_died(later: bool, dead: int | str) -> None:
+    """They have loaded the same checkpoint as the others, or a later one."""
     with patch.object(silence, "_MOST_SECONDS", 0.8):
-        world = World(0)
-        world.calm = True
-        writer, _ = world.start("writer"), world.start("other")
-        while not world.now > 30.0:
-            world.run(world.now + 0.5)
-            writer.save()
+        world, writer, _ = a_run()
         saved = writer.checkpoints[len(writer.checkpoints) // 2]
         world.move()
         two = [world.start(f"i{number}", saved) for number in range(2)]
         world.run(world.now + 1.0)
-        last = world.start("last", writer.checkpoints[-1] if later else saved)
-        while last.mine._mine is None or (hosts and not last.mine._brings):
+        last = writer.checkpoints[-1] if later else saved
+        dying = [world.start(f"dead {number}", last) for number in range(8 if dead == 8 else 1)]
+        while dying:
             world.run(world.now + 0.02)
-        world.kill(last)
+            for one in [*dying]:
+                if one.mine._brings if dead == "a host" else one.mine._mine:
+                    world.kill(one)
+                    dying.remove(one)
         assert not world._commits
         world.run(world.now + 8 * PATIENCE)
     assert all(len(one.committed) > 1 for one in two)
+
+
+@pytest.mark.parametrize("lag", [0.0, 1.0, 0.5 * PATIENCE])
+def test_all_may_stop_and_come_back_without_a_loss(lag: float) -> None:
+    with patch.object(silence, "_MOST_SECONDS", 0.8):
+        world, *islands = a_run()
+        for island in islands:
+            world.kill(island)
+        world.run(world.now + PATIENCE)
+        again = []
+        for island in islands:
+            again.append(world.start(f"{island.name} again", island.checkpoints[-1]))
+            world.run(world.now + lag)
+        world.run(world.now + 8 * PATIENCE)
+    assert not any(one.dropped for one in again)
+    assert all(len(one.committed) > 1 for one in again)
+
+
+def test_islands_that_never_reach_each_other_say_so() -> None:
+    world = World(0)
+    world.calm = True
+    islands = world.start("one"), world.start("other")
+    world.cut(*islands, 1e9)
+    world.run(30 * PATIENCE)
+    assert all("cut" in str(one.ended) for one in islands)
+
+
+def test_other_parameters_of_a_dead_island_do_not_count() -> None:
+    class Other(Island):
+        def begin(self) -> None:
+            self.mine.steps, self.mine.state = self.steps, "another"
+
+    world = World(0)
+    world.calm = True
+    with patch.object(worlds, "Island", Other):
+        dead = world.start("dead")
+    while dead.mine._mine is None:
+        world.run(world.now + 0.1)
+    world.kill(dead)
+    islands = world.start("one"), world.start("two")
+    world.run(world.now + 10 * PATIENCE)
+    assert all(len(one.committed) > 1 for one in islands)
+
+
+def driven(world: World, part: Run[Any]) -> Any:
+    """Return what a part returns whose requests the place answers at once."""
+    answer = None
+    try:
+        while True:
+            answer = world._answer(world.keys, part.send(answer))
+    except StopIteration as end:
+        return end.value
+
+
+def test_islands_may_load_one_anothers_checkpoints_as_they_train() -> None:
+    world, one, other = a_run()
+    for mine, saved in ((one, one), (one, other), (other, one), (one, one)):
+        driven(world, mine.mine.resume(*saved.checkpoints[-1].numbers))
 
 
 def test_who_comes_again_with_the_same_words_is_another_guest() -> None:
@@ -113,10 +184,8 @@ def test_who_comes_again_with_the_same_words_is_another_guest() -> None:
     world.run(PATIENCE)
     places = []
     for _ in range(2):
-        mine._mine, answer, coming = None, None, mine._come(world.now)
-        with suppress(StopIteration):
-            while True:
-                answer = world._answer(world.keys, coming.send(answer))
+        mine._mine = None
+        driven(world, mine._come(world.now))
         places.append(mine._mine[1])
     assert places[0] < places[1]
 
@@ -127,6 +196,14 @@ class KeepsAll(Protocol):
     def _taken(self, at: int, steps: int, state: str) -> Run[bool]:
         yield from super()._taken(at, steps, state)
         return True
+
+
+class Drops(Protocol):
+    """Who was late loses what it had moved."""
+
+    def _taken(self, at: int, steps: int, state: str) -> Run[bool]:
+        yield from super()._taken(at, steps, state)
+        return False
 
 
 class Doubts(Protocol):
@@ -224,6 +301,13 @@ class Inhospitable(Protocol):
         yield from ()
 
 
+class Impatient(Protocol):
+    """The first to come does not wait for others to begin."""
+
+    def _check_begins(self, now: float, last: dict[int, Came]) -> None:
+        raise CommunicationError("a run begins with 2 islands")
+
+
 class Insistent(Protocol):
     """Islands that do not reach each other try again for ever."""
 
@@ -233,6 +317,7 @@ class Insistent(Protocol):
 
 FAULTS = {
     "who comes back keeps what it had": KeepsAll,
+    "who was late loses what it has moved": Drops,
     "who stood still keeps what was counted": Doubts,
     "who waits is not told": Stubborn,
     "each believes its own quorum": believing("quorum"),
@@ -242,6 +327,7 @@ FAULTS = {
     "two from one checkpoint": Unfenced,
     "no host": Inhospitable,
     "for ever with those out of reach": Insistent,
+    "not long enough for others to begin": Impatient,
 }
 
 

@@ -108,6 +108,7 @@ class Island:
         facts = {"layout": "1", "settings": "1"}
         self.mine = world.make(f"{chance.getrandbits(60)}", facts, "", 2, PATIENCE)
         self.steps, self.clock, self.visiting = 0, 0, False
+        self.shares = False  # whether all that it has moved began with what is shared here
         self.shared, self.moved, self.memory = Held(), NONE, NONE
         self.trained: set[str] = set()
         self.dropped: set[str] = set()
@@ -156,11 +157,15 @@ class Island:
 
     def receive(self) -> None:
         self.shared, self.steps = self.world.given.pop(self.name), self.mine.steps
+        self.shares = True
         self.clock, self.visiting = self.steps * self.every, True
         self.world.check(self)
 
     def drop(self) -> None:
-        self.dropped |= self.moved | self.memory
+        pending, world = self.moved | self.memory, self.world
+        if self.shares and pending and not world.forgets and not world.is_copied(self):
+            raise BrokenPromiseError(f"{self.name} is to drop what it alone has")
+        self.dropped |= pending
         self.moved = self.memory = NONE
 
     def begin(self) -> None:
@@ -172,7 +177,7 @@ class Island:
             return
         yield from self.mine.resume(*saved.numbers)
         self.steps, self.shared = saved.steps, saved.shared
-        self.moved, self.memory = saved.moved, saved.memory
+        self.moved, self.memory, self.shares = saved.moved, saved.memory, False
         self.clock = self.steps * self.every
         self.begin()
         self.world.check(self)
@@ -303,6 +308,8 @@ class World:
 
     def _check_failure(self, island: Island) -> None:
         """Check that an island has failed only where no other could have sent it anything."""
+        if "a run begins with" in str(island.ended) and self.now - island.born < LONGEST * PATIENCE:
+            raise BrokenPromiseError(f"{island.name} gives up soon")
         if "nobody to join" not in str(island.ended) or self.forgets:
             return
         if ("commit", "outcome") not in {
@@ -316,6 +323,12 @@ class World:
         others = [one for one in self.islands if self._is_up(one)]
         if any(sum(time > since for time, _ in one.committed) > 4 for one in others):
             raise BrokenPromiseError(f"{island.name} found nobody to join")
+
+    def is_copied(self, island: Island) -> bool:
+        """Tell whether another may have what an island has moved, from a checkpoint of it."""
+        mine, found = island.mine, self.keys.items()
+        own = [key for key, (text, _) in found if text.startswith(f"{mine._nonce}.")]
+        return any(f"heir.{mine.place}.{key.removeprefix('island.')}" in self.keys for key in own)
 
     def _is_up(self, island: Island) -> bool:
         """Tell whether an island's process runs."""
@@ -493,7 +506,7 @@ class World:
         sent = meeting.sends[me]
         island.memory = (island.moved | island.memory) - sent
         island.moved = NONE
-        island.shared = meeting.outcome
+        island.shared, island.shares = meeting.outcome, True
         island.steps += 1
         island.connected = meeting.there
         island.committed.append((self.now, attempt.number))

@@ -55,7 +55,7 @@ def name_of(place: str, island: int) -> str:
 
 def fitting(last: Last, place: str, me: int) -> list[int]:
     """Return islands that hold the same as this one and have reached one another, by rank."""
-    mine, behind = last[me], replaced(last, place)
+    mine, behind = last[me], {one for one, _ in replaced(last, place)}
     fit = [
         one
         for one in last.values()
@@ -74,17 +74,16 @@ def fitting(last: Last, place: str, me: int) -> list[int]:
     return [one.island for one in sorted(chosen, key=lambda one: (one.order, one.island))]
 
 
-def replaced(last: Last, place: str) -> dict[int, int]:
-    """Return who has gone on in an island's place, and holds no less, as far as it has heard."""
+def replaced(last: Last, place: str) -> set[tuple[int, int]]:
+    """Return pairs of an island and one that goes on in its place, and holds no less."""
     by_name = {name_of(place, one.island): one for one in last.values()}
     pairs = (
         (by_name[one], heir) for heir in last.values() for one in heir.heir_of if one in by_name
     )
     return {
-        one.island: heir.island
+        (one.island, heir.island)
         for one, heir in pairs
-        if heir is not one and heir.island not in one.apart
-        if (heir.at, heir.steps) >= (one.at, one.steps)
+        if heir is not one and (heir.at, heir.steps) >= (one.at, one.steps)
     }
 
 
@@ -93,8 +92,7 @@ def ahead(last: Last, place: str, me: int) -> set[int]:
     if me not in last:
         return set()
     more = {one.island for one in _beginning(last, me) if one.steps > last[me].steps}
-    heirs = {replaced(last, place).get(me, me)} - {me}
-    return (more | heirs) - {*last[me].apart}
+    return more | {heir for one, heir in replaced(last, place) if one == me}
 
 
 def check_state(last: Last, me: int) -> None:

@@ -99,7 +99,11 @@ class Protocol:
         """How often in a row an island was not reached, until when it is apart, and why."""
         self._watches = Watches(patience)
         self._began: float | None = None
-        """Since when this island waits for the run to begin, or since the last attempt to."""
+        """Since when this island waits for the run to begin."""
+        self._missed: float | None = None
+        """When it first did not reach one with which it was to begin."""
+        self._returned = False
+        """Whether it goes on from a checkpoint of what was shared here last, maybe with others."""
         self._brings: list[int] = []
         self._hosted: set[str] = set()
         """The names under which this island has hosted others, each once."""
@@ -153,11 +157,14 @@ class Protocol:
         """Go on from a checkpoint, in the place of the island that has written it."""
         self.at, self.order, self._keeps = (at if place == self.place else 0), order, False
         self.origin = place, island, at
-        key = name_of(place, island)
-        while (heir := (yield Create(f"heir.{key}", self._key))) != self._key:
-            self._heir_of.append(key)
-            key = heir
-        self._heir_of.append(key)
+        if self.at and self.at == self._history.latest:
+            quorum = yield from self._history.quorum(at)
+            self._members, self._returned = quorum.members if quorum else [], True
+        former, key = list[str](), name_of(place, island)
+        while key not in (*former, self._key):
+            former.append(key)
+            key = yield Create(f"heir.{key}", self._key)
+        self._heir_of += former
 
     @property
     def _own(self) -> str:
@@ -244,16 +251,17 @@ class Protocol:
             Islands that were not reached, and the reason.
         """
         number, members = self._attempt
-        self._began = None
         proposed = COMMIT if arrived else ABORT
         if (yield from self._history.decide(number, members, proposed)) == ABORT:
             yield from self._keep_apart(apart, why)
+            if apart and self._missed is None:
+                self._missed = yield Now()
             return False
         if not held:
             raise forgotten(number)
         self.at, self.steps = number, self.steps + 1
         self._members, self._keeps, self._brings, self._heir_of = members, True, [], []
-        self.origin = self.place, self.island, number
+        self.origin, self._returned = (self.place, self.island, number), False
         for one in members:
             self._apart.pop(one, None)
         return True
@@ -261,9 +269,10 @@ class Protocol:
     def _agree(self) -> Run[Quorum | None]:
         """Wait until it is decided who takes part in the next attempt; None as `meet`."""
         number, since = self._history.next, (yield Now())
-        self._watches.clear()
-        if not self._history.latest:
-            self._began = since = self._began or since
+        if self._history.latest:
+            self._watches.clear()
+        elif self._began is None:
+            self._began = since
         while (quorum := (yield from self._history.quorum(number))) is None:
             now = yield Now()
             yield from self._come(now)
@@ -271,10 +280,13 @@ class Protocol:
             mine = last.get(self.island)
             if mine is None or mine.holds != self.holds:  # the others have gone on, and removed it
                 return None
-            if not self.at:
+            if not self.at:  # until the run begins, those who came and died do not count
+                for one in (yield from self._silent({*last} - {self.island}, now)):
+                    del last[one]
                 if ahead(last, self.place, self.island):
                     return None
-                check_state(last, self.island)
+                if now - since > silent_seconds(self._patience):  # they are known to be alive
+                    check_state(last, self.island)
                 yield from self._welcome(number, {*last})
             fit = fitting(last, self.place, self.island)
             are_enough = yield from self._are_enough(last, fit, now, now - since)
@@ -328,23 +340,34 @@ class Protocol:
         if not self._history.latest:
             if len(fit) >= self._least:
                 return True
-            longest = (LONGEST if self._apart else _LONGEST_BEGIN) * self._patience
-            if waited > longest:
-                raise CommunicationError(
-                    f"a run begins with {self._least} islands that reach one another; in"
-                    f" {longest:g} s islands {sorted(last)} have come{self._why()}"
-                )
+            self._check_begins(now, last)
             return False
         patience = self._patience
-        if self._history.has_failed:
+        if self._history.has_failed and not self._returned:
             patience = min(patience, _GRACE_SECONDS)
         if waited > patience:
             return True
         missing = {*self._members}.union(*(one.brings for one in last.values())) - {*last}
+        if self._returned:  # the others may have stopped, too, and come back under other numbers
+            names = {name for one in last.values() for name in one.heir_of}
+            missing = {one for one in missing if name_of(self.place, one) not in names}
+            if missing.intersection(self._members):
+                return False
         gone: set[int] = (yield Gone()) if missing else set()
         if missing <= gone:
             return True
         return missing <= gone | (yield from self._silent(missing - gone, now))
+
+    def _check_begins(self, now: float, last: dict[int, Came]) -> None:
+        """Check that this island has not waited for the run to begin for too long."""
+        since, times = self._began, _LONGEST_BEGIN
+        if self._missed is not None:
+            since, times = self._missed, LONGEST
+        if since is not None and now - since > times * self._patience:
+            raise CommunicationError(
+                f"a run begins with {self._least} islands that reach one another; in"
+                f" {times * self._patience:g} s islands {sorted(last)} have come{self._why()}"
+            )
 
     def _silent(self, islands: Iterable[int], now: float) -> Run[set[int]]:
         """Return those of these islands that have given no sign of life for long."""
@@ -379,15 +402,16 @@ class Protocol:
             When no island that holds it sends it.
         """
         now, waited = (yield Now()), 0.0
-        self._watches.clear()
         yield from self._history.look()
+        if self._history.latest:
+            self._watches.clear()
         while waited <= LONGEST * self._patience:
             before, now = now, (yield Now())
             waited += min(now - before, self._patience)  # it may have stood still
             is_long = waited > self._patience
             # Members host those who came to an attempt before theirs, too, but not to begin.
             earlier = 1 if self._history.latest else 0
-            if self._mine is None or self._mine[0] + earlier < self._history.next:
+            if self._mine is None or not earlier or self._mine[0] + 1 < self._history.next:
                 yield from self._come(now)
             assert self._mine is not None
             name = f"{self._mine[0]}.host.{self._mine[1]}"
@@ -407,8 +431,6 @@ class Protocol:
                     (yield from self._last(self._history.next)), self.place, self.island
                 )
                 if hosts <= (yield from self._silent(hosts, now)):
-                    if not self._history.latest:  # the run may begin without them
-                        yield from self._keep_apart([*hosts], "it gives no sign of life")
                     return None
             yield Wait(waited)
         raise CommunicationError(
@@ -433,7 +455,8 @@ class Protocol:
         """Host those who came to an attempt and are behind, if it is this island's turn."""
         came = self._came[number]
         slots = {one.island: slot for slot, one in enumerate(came, 1)}
-        behind = {} if self.at else replaced({one.island: one for one in came}, self.place)
+        last = {} if self.at else {one.island: one for one in came}
+        behind = {one for one, _ in replaced(last, self.place)}
         # Who was not behind at the attempt before the last has come anew since, or is dead.
         held = [(one.at, one.steps) for one in came]
         newest = max(held) if number < self.at and held else (self.at, self.steps)
@@ -441,9 +464,11 @@ class Protocol:
             is_behind = (guest.at, guest.steps) < newest or guest.island in behind
             if guest.island in self._members or not is_behind or slots[guest.island] != slot:
                 continue
+            if self.island in guest.apart:
+                continue
             turns = sorted(one for one in hosts if one not in guest.apart and one != guest.island)
             name = f"{number}.host.{slot}"
-            if self.at and (not turns or turns[slot % len(turns)] != self.island):
+            if self.at and turns[slot % len(turns)] != self.island:
                 continue
             if (self.at and guest.island in self._brings) or name in self._hosted:
                 continue
@@ -459,7 +484,7 @@ class Protocol:
             yield from self._take_number()
         self.at, self.steps, self.state, self._keeps = at, steps, state, True
         self._members, self._brings, self._heir_of, self._mine = [], [], [], None
-        self.origin = self.place, self.island, at
+        self.origin, self._returned = (self.place, self.island, at), False
         if at:
             quorum = yield from self._history.quorum(at)
             self._members = quorum.members if quorum else []
