@@ -8,7 +8,7 @@ A page has a temporary folder and one namespace, in which its blocks are run one
 - ``console`` has commands, after ``$``, and below them what they print. A line ``...`` stands for
   any lines. ``text`` right below ``python`` is what that prints.
 - ``sh`` has a command a line, without output. ``make`` and ``pip`` are checked, and not run.
-  What a command leaves running is ended.
+  What a command leaves running is ended, but for processes with a session of their own.
 - ``diff`` says by its first lines what it changes; without them, its outcome is compiled.
 
 A comment on the line before a block changes this:

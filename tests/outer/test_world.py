@@ -62,8 +62,8 @@ def test_who_gives_no_sign_of_life_is_not_waited_for(who: str) -> None:
             island.every, island.inner_s = 1, 0.3
         world.run(30.0)
         if who == "guest":
-            other = world.start("guest")
-            while not one.mine._brings:
+            hosts, other = (one, other), world.start("guest")
+            while not any(host.mine._brings for host in hosts):
                 world.run(world.now + 0.1)
         world.kill(other)
         killed = world.now
@@ -111,7 +111,7 @@ def test_a_run_begins_without_those_who_came_and_died(later: bool, dead: int | s
         while dying:
             world.run(world.now + 0.02)
             for one in [*dying]:
-                if one.mine._brings if dead == "a host" else one.mine._mine:
+                if one.mine._hosted if dead == "a host" else one.mine._mine:
                     world.kill(one)
                     dying.remove(one)
         assert not world._commits
@@ -175,6 +175,27 @@ def test_islands_may_load_one_anothers_checkpoints_as_they_train() -> None:
     world, one, other = a_run()
     for mine, saved in ((one, one), (one, other), (other, one), (one, one)):
         driven(world, mine.mine.resume(*saved.checkpoints[-1].numbers))
+    world.kill(one)
+    world.kill(other)
+    two = [world.start(f"{number}", one.checkpoints[-1]) for number in range(2)]
+    world.run(world.now + 1.4 * PATIENCE)
+    first, second = sorted(two, key=lambda heir: len(heir.mine._heir_of))
+    assert first.mine._key in second.mine._heir_of
+
+
+def test_other_settings_are_told_of_though_nobody_was_heard_at_first() -> None:
+    class Deaf(Protocol):
+        def _is_alive(self, island: int) -> Run[bool]:
+            yield from ()
+            return False
+
+    world = World(0, Deaf)
+    first, other = world.start("first"), world.start("other")
+    other.mine._facts = other.mine._facts | {"settings": "2"}
+    other.mine._told = json.dumps(other.mine._facts, sort_keys=True)
+    world.run(4 * PATIENCE)
+    assert first.ended is None
+    assert "settings=2, where the run has settings=1" in str(other.ended)
 
 
 def test_who_comes_again_with_the_same_words_is_another_guest() -> None:

@@ -106,7 +106,7 @@ class Island:
         chance = world.chance
         self.every, self.inner_s = chance.randint(1, 3), chance.uniform(0.3, 2.0)
         facts = {"layout": "1", "settings": "1"}
-        self.mine = world.make(f"{chance.getrandbits(60)}", facts, "", 2, PATIENCE)
+        self.mine = world.make(f"{chance.getrandbits(60)}", facts, "", world.least, PATIENCE)
         self.steps, self.clock, self.visiting = 0, 0, False
         self.shares = False  # whether all that it has moved began with what is shared here
         self.shared, self.moved, self.memory = Held(), NONE, NONE
@@ -148,6 +148,7 @@ class Island:
                 self.world.commit(self, attempt)
                 yield from self.mine.welcome()
                 return
+        yield Train(self.world.overlap * self.inner_s)
         kept = yield from self.mine.take_over()
         if kept is None:
             return
@@ -218,6 +219,10 @@ class World:
         self, seed: int, make: Callable[..., Protocol] = Protocol, forgets: bool = False
     ) -> None:
         self.chance, self.make, self.forgets = random.Random(seed), make, forgets
+        self.least, self.pause = self.chance.choice([1, 2, 2, 2, 3]), self.chance.choice([0.1, 0.3])
+        """How many islands begin, and seconds between two looks at first."""
+        self.overlap = self.chance.choice([0, 0, 0, 4])
+        """How many inner steps go by until an island takes over what it has heard of."""
         self.now, self._number = 0.0, 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self.keys: Keys = {}
@@ -225,7 +230,7 @@ class World:
         self.given: dict[str, Held] = {}
         self.story: list[str] = []
         self._meetings: dict[tuple[int, tuple[int, ...]], Meeting] = {}
-        self._hosted: dict[str, tuple[Island, tuple[int, int, str], Held]] = {}
+        self._hosted: dict[str, tuple[Island, tuple[int, int, str], Held, float]] = {}
         self._commits: dict[int, int] = {}
         self._cut: dict[frozenset[Island], float] = {}
         self._lost: dict[Island, float] = {}
@@ -290,14 +295,14 @@ class World:
             case actions.Create() | actions.Read() | actions.Remove() | actions.Signs():
                 self._request(island, action, self.now)
             case actions.Wait(waited):
-                self.after(min(max(0.3, 0.3 * waited), 2.0), lambda: again(None))
+                self.after(min(max(self.pause, 0.3 * waited), 2.0), lambda: again(None))
             case Train(seconds):
                 self.after(seconds * chance.uniform(0.9, 1.3), lambda: again(None))
             case actions.Gone():
                 gone = {n for n, one in island.connected.items() if one.ended}
                 self.after(0.0, lambda: again(gone))
             case actions.Host(_, name):
-                self._hosted[name] = island, island.mine.holds, island.shared
+                self._hosted[name] = island, island.mine.holds, island.shared, self.now
                 self.after(0.0, lambda: again(None))
             case actions.Receive(_, name):
                 self._receive(island, name, self.now + PATIENCE)
@@ -414,8 +419,9 @@ class World:
     def _receive(self, island: Island, name: str, until: float) -> None:
         """Receive from a host that has begun, or will within the patience."""
         found = self._hosted.get(name)
-        if found and self.reach(island, found[0]) and self._is_up(found[0]):
-            _, holds, held = found
+        waits = found and self.now <= found[3] + PATIENCE
+        if found and waits and self.reach(island, found[0]) and self._is_up(found[0]):
+            _, holds, held, _ = found
             is_lost = not self.calm and self.chance.random() < 0.05
 
             def received() -> None:
@@ -645,8 +651,12 @@ def _check(world: World, healed: float) -> None:
         return
     _check_ended(world)
     there = [one for one in world.islands if not one.ended]
-    if not world._commits and not any(world.reach(*pair) for pair in combinations(there, 2)):
-        return  # too few that could begin
+    pairs = [pair for pair in combinations(there, 2) if world.reach(*pair)]
+    if not world._commits and (len(there) < world.least or not pairs or world.least > 2):
+        world.run(world.now + 62 * PATIENCE)  # there may be too few that could begin
+        if not world._commits and any(not one.ended for one in there):
+            raise BrokenPromiseError("islands wait to begin without an end")
+        return
     if not _is_settled(world, healed):
         raise BrokenPromiseError("those who are there do not go on together")
 

@@ -88,11 +88,12 @@ def replaced(last: Last, place: str) -> set[tuple[int, int]]:
 
 
 def ahead(last: Last, place: str, me: int) -> set[int]:
-    """Return who holds what this island has to take over before the run begins."""
+    """Return who holds what this island has to take over before the run begins, and is reached."""
     if me not in last:
         return set()
     more = {one.island for one in _beginning(last, me) if one.steps > last[me].steps}
-    return more | {heir for one, heir in replaced(last, place) if one == me}
+    heirs = {heir for one, heir in replaced(last, place) if one == me}
+    return (more | heirs) - {*last[me].apart}
 
 
 def check_state(last: Last, me: int) -> None:

@@ -423,7 +423,7 @@ class Outer:
         return sum(part * (2 * rank + 1) for rank, part in enumerate(parts)) % (1 << 62)
 
     def _catch_up(self) -> None:
-        """Take over what the others have done without this island, and keep what it has moved."""
+        """Take over what the others hold, and keep what this island has moved if it may be kept."""
         assert isinstance(self._islands, Elastic), "a fixed group waits for all"
         shift = self._shared.shifting()
         kept = self._islands.take_over()

@@ -188,7 +188,7 @@ class Elastic:
     def meet(self) -> bool:
         """Wait for the others; return whether this island takes part in a step with ``comm``.
 
-        False if the others have done the step without it.
+        False if it has to take over first what others hold.
         """
         while (attempt := self._run(Protocol.meet)) is not None:
             number, members = attempt

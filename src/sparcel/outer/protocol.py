@@ -101,9 +101,11 @@ class Protocol:
         self._began: float | None = None
         """Since when this island waits for the run to begin."""
         self._missed: float | None = None
-        """When it first did not reach one with which it was to begin."""
+        """Since when attempts to begin have failed."""
         self._returned = False
-        """Whether it goes on from a checkpoint of what was shared here last, maybe with others."""
+        """Whether it goes on from a checkpoint of what was shared here last."""
+        self._is_new = True
+        """Whether it has not gone on from a checkpoint, nor taken part, under its number."""
         self._brings: list[int] = []
         self._hosted: set[str] = set()
         """The names under which this island has hosted others, each once."""
@@ -151,20 +153,21 @@ class Protocol:
                 yield from self._check_facts(facts)
             number += 1
         self.island = self.order = number
-        self.origin = self.place, number, 0
+        self.origin, self._is_new = (self.place, number, 0), True
 
     def resume(self, place: str, island: int, order: int, at: int) -> Run[None]:
         """Go on from a checkpoint, in the place of the island that has written it."""
+        if not self._is_new or (yield Read(f"heir.{self._key}")) is not None:
+            self._lives += 1  # so that no heir is one of its own heirs
+            yield from self._take_number()
         self.at, self.order, self._keeps = (at if place == self.place else 0), order, False
         self.origin = place, island, at
         if self.at and self.at == self._history.latest:
             quorum = yield from self._history.quorum(at)
             self._members, self._returned = quorum.members if quorum else [], True
-        former, key = list[str](), name_of(place, island)
-        while key not in (*former, self._key):
-            former.append(key)
-            key = yield Create(f"heir.{key}", self._key)
-        self._heir_of += former
+        self._heir_of, self._is_new = [name_of(place, island)], False
+        while (heir := (yield Create(f"heir.{self._heir_of[-1]}", self._key))) != self._key:
+            self._heir_of.append(heir)
 
     @property
     def _own(self) -> str:
@@ -262,6 +265,7 @@ class Protocol:
         self.at, self.steps = number, self.steps + 1
         self._members, self._keeps, self._brings, self._heir_of = members, True, [], []
         self.origin, self._returned = (self.place, self.island, number), False
+        self._is_new = False
         for one in members:
             self._apart.pop(one, None)
         return True
@@ -285,9 +289,9 @@ class Protocol:
                     del last[one]
                 if ahead(last, self.place, self.island):
                     return None
-                if now - since > silent_seconds(self._patience):  # they are known to be alive
-                    check_state(last, self.island)
-                yield from self._welcome(number, {*last})
+                yield from self._check_living(last)
+                behind = {one for one, _ in replaced(last, self.place)}
+                yield from self._welcome(number, {*last}, behind)
             fit = fitting(last, self.place, self.island)
             are_enough = yield from self._are_enough(last, fit, now, now - since)
             is_long = are_enough or now - since > self._patience
@@ -301,6 +305,16 @@ class Protocol:
         if quorum.holds == [*self.holds] and not self._heir_of:
             self._keeps = True  # an heir cannot know who else has gone on from its checkpoint
         return quorum
+
+    def _check_living(self, last: dict[int, Came]) -> Run[None]:
+        """Check that the first of those who live has this island's settings, and its beginning."""
+        me = self.island
+        alive = {n: one for n, one in last.items() if n == me or self._watches.speaks(n)}
+        first = alive[min(alive)]
+        if first.facts != alive[me].facts:
+            text = yield Read(f"island.{first.island}")
+            yield from self._check_facts(text.partition(" ")[2] if text else self._told)
+        check_state(alive, me)
 
     def _come(self, now: float) -> Run[None]:
         """Tell what this island holds, unless the others know it."""
@@ -361,9 +375,9 @@ class Protocol:
     def _check_begins(self, now: float, last: dict[int, Came]) -> None:
         """Check that this island has not waited for the run to begin for too long."""
         since, times = self._began, _LONGEST_BEGIN
-        if self._missed is not None:
+        if self._apart.keys() & last.keys():
             since, times = self._missed, LONGEST
-        if since is not None and now - since > times * self._patience:
+        if now - (since or now) > times * self._patience:
             raise CommunicationError(
                 f"a run begins with {self._least} islands that reach one another; in"
                 f" {times * self._patience:g} s islands {sorted(last)} have come{self._why()}"
@@ -393,15 +407,15 @@ class Protocol:
     def take_over(self, others: Sequence[int] = ()) -> Run[bool | None]:
         """Get what islands share; return whether what this island has moved may be kept.
 
-        None if nothing is taken over: the islands that could send it give no signs of life, which
-        are these others, or those that hold more before the run begins.
+        None if nothing is taken over, since nobody who lives could send it: none of these others,
+        or, before the run begins, nobody whose checkpoint goes before this island's.
 
         Raises
         ------
         CommunicationError
             When no island that holds it sends it.
         """
-        now, waited = (yield Now()), 0.0
+        now, waited, is_asked_again = (yield Now()), 0.0, False
         yield from self._history.look()
         if self._history.latest:
             self._watches.clear()
@@ -411,7 +425,7 @@ class Protocol:
             is_long = waited > self._patience
             # Members host those who came to an attempt before theirs, too, but not to begin.
             earlier = 1 if self._history.latest else 0
-            if self._mine is None or not earlier or self._mine[0] + 1 < self._history.next:
+            if self._mine is None or self._mine[0] + earlier < self._history.next:
                 yield from self._come(now)
             assert self._mine is not None
             name = f"{self._mine[0]}.host.{self._mine[1]}"
@@ -419,7 +433,9 @@ class Protocol:
                 got = yield Receive(int(host), name)
                 if isinstance(got, tuple):
                     return (yield from self._taken(*got))
-                yield from self._keep_apart([int(host)], got)
+                if is_asked_again or self._history.latest:
+                    yield from self._keep_apart([int(host)], got)
+                is_asked_again = True  # before the run begins the host may have waited in vain
                 yield from self._history.look()  # the others may have gone on meanwhile
                 self._mine = None
             elif (yield from self._history.is_over(self._mine[0] + earlier, is_long)):
@@ -442,7 +458,7 @@ class Protocol:
         """After an outer step: host islands that are behind, and remove what nobody needs."""
         for number in (self.at - 1, self.at, self.at + 1):
             yield from self._look(number)
-            yield from self._welcome(number, {*self._members})
+            yield from self._welcome(number, {*self._members}, set())
         former = [number for number in self._came if number < self.at - 1]
         came = [(number, slot + 1) for number in former for slot in range(len(self._came[number]))]
         self._came = {one: who for one, who in self._came.items() if one not in former}
@@ -451,12 +467,13 @@ class Protocol:
             yield from self._history.sum_up(self.at)
         self._hosted -= {f"{number}.host.{slot}" for number, slot in came}
 
-    def _welcome(self, number: int, hosts: set[int]) -> Run[None]:
-        """Host those who came to an attempt and are behind, if it is this island's turn."""
+    def _welcome(self, number: int, hosts: set[int], behind: set[int]) -> Run[None]:
+        """Host those who came to an attempt and are behind, if it is this island's turn.
+
+        These are behind though they hold as much.
+        """
         came = self._came[number]
         slots = {one.island: slot for slot, one in enumerate(came, 1)}
-        last = {} if self.at else {one.island: one for one in came}
-        behind = {one for one, _ in replaced(last, self.place)}
         # Who was not behind at the attempt before the last has come anew since, or is dead.
         held = [(one.at, one.steps) for one in came]
         newest = max(held) if number < self.at and held else (self.at, self.steps)
@@ -470,10 +487,11 @@ class Protocol:
             name = f"{number}.host.{slot}"
             if self.at and turns[slot % len(turns)] != self.island:
                 continue
-            if (self.at and guest.island in self._brings) or name in self._hosted:
+            if guest.island in self._brings or name in self._hosted:
                 continue
             if (yield Create(name, f"{self.island}")) == f"{self.island}":
-                self._brings.append(guest.island)
+                if self.at:
+                    self._brings.append(guest.island)
                 self._hosted.add(name)
                 yield Host(guest.island, name)
 

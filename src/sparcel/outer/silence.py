@@ -25,7 +25,7 @@ class Watches:
         self._watches = dict[int, _Watch]()
 
     def is_due(self, island: int, now: float) -> bool:
-        """Return whether to look for a sign of life now, and to call `hear`."""
+        """Let time go by; return whether to look for a sign of life now, and to call `hear`."""
         watch = self._watches.setdefault(island, _Watch(self._beat))
         # This one, or the place, may have stood still since the last call.
         watch.passed += min(now - watch.before, self._beat)
@@ -35,12 +35,18 @@ class Watches:
     def hear(self, island: int, signs: str) -> None:
         """Take in what sums up an island's signs of life."""
         watch = self._watches[island]
-        watch.quiet = watch.quiet + watch.passed if signs == watch.signs else 0.0
+        is_new = signs != watch.signs
+        watch.speaks |= is_new and watch.signs is not None
+        watch.quiet = 0.0 if is_new else watch.quiet + watch.passed
         watch.signs, watch.passed = signs, 0.0
 
     def is_silent(self, island: int) -> bool:
         """Return whether an island is taken for dead."""
         return self._watches[island].quiet >= self._silent
+
+    def speaks(self, island: int) -> bool:
+        """Return whether an island has given a sign of life since it was first asked for."""
+        return self._watches[island].speaks
 
     def clear(self) -> None:
         """Watch all anew."""
@@ -53,15 +59,19 @@ class _Watch:
     Attributes
     ----------
     passed
-        Seconds since the last look for its signs of life.
+        Seconds since the last look for its signs of life, at most one beat for each time that it
+        was asked for.
     before
         When it was last asked for.
     signs
         What summed them up.
     quiet
         Seconds in which it was watched, and gave none.
+    speaks
+        Whether they have changed.
     """
 
     def __init__(self, passed: float) -> None:
         self.passed, self.before, self.quiet = passed, 0.0, 0.0
         self.signs: str | None = None
+        self.speaks = False
