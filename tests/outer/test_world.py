@@ -318,7 +318,7 @@ class Unfenced(Protocol):
 class Inhospitable(Protocol):
     """Nobody sends what is shared to those who are behind."""
 
-    def _welcome(self, number: int, hosts: set[int]) -> Run[None]:
+    def _welcome(self, number: int, hosts: set[int], behind: set[int]) -> Run[None]:
         yield from ()
 
 
