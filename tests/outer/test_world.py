@@ -175,8 +175,14 @@ def test_islands_may_load_one_anothers_checkpoints_as_they_train() -> None:
     world, one, other = a_run()
     for mine, saved in ((one, one), (one, other), (other, one), (one, one)):
         driven(world, mine.mine.resume(*saved.checkpoints[-1].numbers))
-    world.kill(one)
-    world.kill(other)
+    late = world.start("late")
+    while late.mine.origin == ("", 0, 0):
+        world.run(world.now + 0.1)
+    late.save()
+    for island in (one, other, late):
+        world.kill(island)
+    for mine in (late, one):
+        driven(world, mine.mine.resume(*late.checkpoints[-1].numbers))
     two = [world.start(f"{number}", one.checkpoints[-1]) for number in range(2)]
     world.run(world.now + 1.4 * PATIENCE)
     first, second = sorted(two, key=lambda heir: len(heir.mine._heir_of))

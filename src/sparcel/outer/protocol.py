@@ -157,7 +157,9 @@ class Protocol:
 
     def resume(self, place: str, island: int, order: int, at: int) -> Run[None]:
         """Go on from a checkpoint, in the place of the island that has written it."""
-        if not self._is_new or (yield Read(f"heir.{self._key}")) is not None:
+        former = name_of(place, island)
+        has_heir = (yield Read(f"heir.{self._key}")) is not None
+        if has_heir or former == self._key or not self._is_new:
             self._lives += 1  # so that no heir is one of its own heirs
             yield from self._take_number()
         self.at, self.order, self._keeps = (at if place == self.place else 0), order, False
@@ -165,7 +167,7 @@ class Protocol:
         if self.at and self.at == self._history.latest:
             quorum = yield from self._history.quorum(at)
             self._members, self._returned = quorum.members if quorum else [], True
-        self._heir_of, self._is_new = [name_of(place, island)], False
+        self._heir_of, self._is_new = [former], False
         while (heir := (yield Create(f"heir.{self._heir_of[-1]}", self._key))) != self._key:
             self._heir_of.append(heir)
 
