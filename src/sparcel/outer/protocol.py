@@ -410,7 +410,8 @@ class Protocol:
         """Get what islands share; return whether what this island has moved may be kept.
 
         None if nothing is taken over, since nobody who lives could send it: none of these others,
-        or, before the run begins, nobody whose checkpoint goes before this island's.
+        or, before the run begins, nobody whose checkpoint goes before this island's; or since an
+        attempt to begin has been made.
 
         Raises
         ------
@@ -449,6 +450,10 @@ class Protocol:
                     (yield from self._last(self._history.next)), self.place, self.island
                 )
                 if hosts <= (yield from self._silent(hosts, now)):
+                    return None
+                # Those it waits for may wait for an attempt to begin, and that for this island.
+                next_one = self._history.next
+                if not others and (yield from self._history.quorum(next_one)) is not None:
                     return None
             yield Wait(waited)
         raise CommunicationError(
