@@ -452,8 +452,8 @@ class Protocol:
                 if hosts <= (yield from self._silent(hosts, now)):
                     return None
                 # Those it waits for may wait for an attempt to begin, and that for this island.
-                next_one = self._history.next
-                if not others and (yield from self._history.quorum(next_one)) is not None:
+                number = self._history.next
+                if not others and (yield from self._history.quorum(number)) is not None:
                     return None
             yield Wait(waited)
         raise CommunicationError(

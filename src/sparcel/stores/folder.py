@@ -22,9 +22,9 @@ _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)
 class Folder:
     """Files in a folder, which is made if it is not there.
 
-    A file is written under another name, and renamed. The folder may be a link. A
-    link in it is none of its files, and neither is a pipe or a device: whoever reads or replaces
-    one gets a FormatError.
+    A file is written under another name, and renamed. The folder may be a link. A link in it is
+    none of its files, and neither is a pipe or a device: whoever reads or replaces one gets a
+    FormatError.
 
     Attributes
     ----------
