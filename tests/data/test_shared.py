@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparcel.data.memory_file import MemoryFile
 from sparcel.data.shared import Shared
 from sparcel.errors import InputError, SparcelWarning
 from tests.data.sources import killed_after, processes, put_on, record_of
@@ -67,6 +68,19 @@ def test_a_part_that_is_held_already_stays_where_it_is_and_is_let_go():
     shared.hold(None)
     assert shared.wants(30)
     assert shared.get(3) is not None
+
+
+def test_a_record_that_comes_while_memory_is_freed_is_whole(monkeypatch):
+    shared, free = Shared(40, 4 << 20), MemoryFile.free
+
+    def put_before(*freed):
+        shared.put(3, record_of(3))
+        free(*freed)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryFile, "free", put_before)
+        assert shared.hold(None)
+    assert bytes(shared.get(3)).startswith(record_of(3))
 
 
 def test_a_process_opens_each_memory_once():

@@ -10,6 +10,8 @@ from weakref import finalize
 
 _PUNCH_HOLE = 3
 """FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE of linux/falloc.h."""
+_NOWHERE = 1 << 62
+"""Where no file has any content."""
 _libc = ctypes.CDLL(None, use_errno=True)
 if hasattr(_libc, "fallocate"):
     _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
@@ -63,9 +65,9 @@ class MemoryFile:
 
     def can_free(self) -> bool:
         """Tell whether the system can give back a range of the file; some sandboxes cannot."""
-        size = os.fstat(self.descriptor).st_size
         try:
-            self.free(size, size + 1)  # of nothing
+            # Not at the file's end, where another process may be writing.
+            self.free(_NOWHERE, _NOWHERE + 1)
         except (OSError, AttributeError):
             return False
         return True
