@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,7 @@ def all_right(cached: Cached, salt: int = 0) -> bool:
     return all(is_right(cached[place], place, salt) for place in range(len(cached)))
 
 
-def read_on(folder: Path, salt: int, length: int) -> None:
+def read_on(begun: Callable[[], None], folder: Path, salt: int, length: int) -> None:
     """Read batches in two runs at once, each with a forked process, until killed."""
     os.fork()
     cached = Cached(Files(length, salt), folder, memory="1 MB", decode=decode)
@@ -81,13 +80,15 @@ def read_on(folder: Path, salt: int, length: int) -> None:
     while time.monotonic() < LATEST:
         for start in range(0, length, 8):
             cached.__getitems__(range(start, min(start + 8, length)))
+            begun()
 
 
-def put_on(shared: Shared, length: int) -> None:
+def put_on(begun: Callable[[], None], shared: Shared, length: int) -> None:
     """Put records, and free half of them, until killed."""
     while time.monotonic() < LATEST:
         for place in range(length):
             shared.put(place, record_of(place))
+            begun()
         shared.hold(np.random.default_rng().permutation(length)[: length // 2])
 
 
@@ -96,22 +97,22 @@ def record_of(place: int) -> bytes:
 
 
 def killed_after(seconds: float, function: Callable[..., None], *arguments: Any) -> None:
-    """Run a function in a process of its own, which is killed with all its children."""
-    started, theirs = processes.Pipe()
+    """Run a function in a process of its own; kill it with all its children.
+
+    That is so long after the function, or a child of it, has first called its first argument.
+    """
+    begun = processes.Event()
     process = processes.Process(
-        target=_in_a_session, args=(theirs, function, arguments), daemon=True
+        target=_in_a_session, args=(function, begun.set, *arguments), daemon=True
     )
     process.start()
-    started.recv()
+    assert begun.wait(60)
     time.sleep(seconds)
     os.killpg(process.pid or 0, signal.SIGKILL)
     process.join()
     assert process.exitcode == -signal.SIGKILL
 
 
-def _in_a_session(
-    started: Connection, function: Callable[..., None], arguments: tuple[Any, ...]
-) -> None:
+def _in_a_session(function: Callable[..., None], *arguments: Any) -> None:
     os.setsid()
-    started.send(None)
     function(*arguments)

@@ -305,7 +305,6 @@ def test_processes_fill_it_together(tmp_path):
 def test_killed_processes_leave_no_broken_cache(tmp_path):
     """Two runs at once, each with a forked reader, all of which are killed."""
     length = 20_000
-    opened(tmp_path, length).__getitems__(range(0, 1000, 7))
     for seconds in (0.8, 1.1):
         killed_after(seconds, read_on, tmp_path, 0, length)
         with silence():
@@ -313,7 +312,7 @@ def test_killed_processes_leave_no_broken_cache(tmp_path):
             for start in range(0, length, 1000):
                 places = range(start, start + 1000, 7)
                 assert [place for _, place in cached.__getitems__(places)] == [*places]
-            assert cached.stats().from_disk >= 143
+            assert cached.stats().from_disk > 0
             del cached
     with closing(sqlite3.connect(tmp_path / NAME)) as database:
         assert database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]

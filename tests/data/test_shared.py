@@ -70,7 +70,7 @@ def test_a_part_that_is_held_already_stays_where_it_is_and_is_let_go():
     assert shared.get(3) is not None
 
 
-def test_a_record_that_comes_while_memory_is_freed_is_whole(monkeypatch):
+def test_a_record_that_comes_meanwhile_is_not_harmed_by_asking_what_can_be_freed(monkeypatch):
     shared, free = Shared(40, 4 << 20), MemoryFile.free
 
     def put_before(*freed):

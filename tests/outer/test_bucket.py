@@ -436,14 +436,16 @@ def test_all_name_the_rank_that_does_not_come(place: str) -> None:
         assert f"waited {SHORT} s for rank 2" in str(outcome)
 
 
-def test_who_is_silent_is_not_waited_for_and_who_is_slow_is(place: str) -> None:
-    meeting = meeting_at(place, 2.0)
+def test_who_is_silent_is_not_waited_for_and_who_is_slow_is(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparcel.outer.silence._MOST_SECONDS", 0.4)  # dead after 1 s without one
+    meeting = meeting_at(place, 60.0)
     assert meeting is not None
-    # An island gives a sign of life each 0.4 s, and is dead after 1 s without one.
-    beats = [Beats(meeting.board, island, 2.0) for island in (3, 7)]
+    beats = [Beats(meeting.board, island, 60.0) for island in (3, 7)]
 
     def exchange(rank: int, name: str) -> None:
-        comm = meeting.connect(name, [3, 7], rank, 60.0)
+        comm = meeting.connect(name, [3, 7], rank)
         comm.exchange({1 - rank: torch.ones(4, dtype=torch.uint8)}, {1 - rank: 4})
 
     try:

@@ -92,6 +92,11 @@ def agree(islands: list[Island], at_least: int = 3) -> None:
         assert len(common) >= at_least
         assert all(same(first.seen[step], other.seen[step]) for step in common)
         assert other.outer.steps == first.outer.steps
+    for one in islands:
+        beats = one.outer._islands._beats  # type: ignore[union-attr]
+        assert beats is not None
+        assert beats.steps == one.outer.steps
+        assert beats.a_step > 0 or at_least == 1
 
 
 def test_islands_join_leave_and_come_late(place: str) -> None:

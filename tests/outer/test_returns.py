@@ -245,6 +245,20 @@ def test_a_place_that_never_answers_again_is_told(tmp_path: Path) -> None:
         island.until(9)
 
 
+def test_exchanges_that_never_end_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    island = Island(str(tmp_path), 0, every=1, least=1, patience=0.2)
+
+    def late() -> None:
+        raise CommunicationError("waited 0.2 s")
+
+    monkeypatch.setattr(island.outer, "_agree", late)
+    with pytest.raises(CommunicationError, match=r"islands \[1\] .* a larger patience=") as told:
+        island.step()
+    assert "waited 0.2 s" in str(told.value.__context__)
+    while any(tmp_path.glob("*beat*")):  # nobody waits for this island
+        time.sleep(0.01)
+
+
 class Failing(Folder):
     """A bucket of which one request in so many fails."""
 

@@ -28,7 +28,7 @@ class Remove(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Let time go by before the next look: the more, the longer it has been waited already."""
+    """Let time go by before the next look: the longer one has waited already, the longer."""
 
     waited: float
 

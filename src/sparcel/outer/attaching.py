@@ -82,8 +82,8 @@ def attach(
         How many islands begin a run, where they come and go.
     patience
         Seconds for which an island is waited for, where they come and go: at a meeting, and in an
-        exchange. Three fifths as long, 15 at most, if it gives no sign of life: at a meeting, and
-        in an exchange by way of files.
+        exchange. Three fifths as long, some 15 at most, if it gives no sign of life: at a meeting,
+        and in an exchange by way of files.
 
     Raises
     ------

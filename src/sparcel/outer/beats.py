@@ -17,23 +17,21 @@ class Beats:
 
     def __init__(self, board: Board, island: int, patience: float) -> None:
         self._board, self.island = board, island
-        self.steps = self.clock = 0
+        self.steps, self.a_step = 0, 0.0
+        """How many outer steps it has done, and seconds of an inner one."""
         self.stop = threading.Event()
         self._seconds = beat_seconds(patience)
         self._thread = threading.Thread(target=self._go_on, daemon=True)
         self._thread.start()
 
     def _go_on(self) -> None:
-        number, since, before, a_step, known = 0, time.monotonic(), 0, 0.0, self.island
+        number, known = 0, self.island
         while True:
-            number += 1
-            now, clock, island = time.monotonic(), self.clock, self.island
+            number, island = number + 1, self.island
             if island != known:  # another has taken its place, and it another number
                 self._board.remove([f"beat.{known}"])
                 known = island
-            if clock > before:
-                since, before, a_step = now, clock, (now - since) / (clock - before)
-            told = {"beat": number, "steps": self.steps, "seconds": a_step}
+            told = {"beat": number, "steps": self.steps, "seconds": self.a_step}
             self._board.tell(f"beat.{island}", json.dumps(told))
             if self.stop.wait(self._seconds):
                 self._board.remove([f"beat.{island}"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from copy import copy
 from typing import TypeVar
 
@@ -58,10 +58,6 @@ class Patient:
     def names(self) -> list[str]:
         """See `Store.names`."""
         return self._ask(self._store.names)
-
-    def alone(self) -> AbstractContextManager[object]:
-        """See `Store.alone`."""
-        return self._store.alone()
 
     def _ask(self, request: Callable[[], T]) -> T:
         begin, pause = time.monotonic(), _FIRST_PAUSE
@@ -142,6 +138,10 @@ class Board:
             return request()
         except FileNotFoundError:
             raise
+        except _LAST as error:
+            raise CommunicationError(
+                f"the place where islands meet refuses a request: {error!r}"
+            ) from error
         except OSError as error:
             raise CommunicationError(
                 f"the place where islands meet has not answered for {self._seconds:g} s: {error!r}"

@@ -294,6 +294,10 @@ class BucketFailure(Failure):
         self._bucket, self._timeout = bucket, timeout
         self._failed = False
 
+    def compare(self, position: str, rank: int, history: str) -> int | None:
+        """See `Failure.compare`; who is done writes nothing that nobody would remove."""
+        return None if self._announced else super().compare(position, rank, history)
+
     def finish(self, patience: float) -> bool:
         """See `Failure.finish`; others may take as long for the last messages as for any."""
         finished = super().finish(self._timeout if patience else 0.0)

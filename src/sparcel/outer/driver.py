@@ -149,6 +149,7 @@ class Outer:
                 self._begin()
         except BaseException:
             self._copies.fail()
+            self._islands.fail()
             raise
         self.lead()
 

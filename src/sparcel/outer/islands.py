@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 from uuid import uuid4
 
 import torch
+from torch import Tensor
 
 from sparcel.comm import Communicator, ConnectedCommunicator, UnreachedError
 from sparcel.errors import CommunicationError, MismatchError
@@ -19,14 +20,13 @@ from sparcel.outer import actions
 from sparcel.outer.beats import Beats, signs
 from sparcel.outer.board import Board
 from sparcel.outer.island import Shards
-from sparcel.outer.protocol import Protocol
+from sparcel.outer.protocol import LONGEST, Protocol
 from sparcel.outer.shared import Shared
 
 T = TypeVar("T")
 
-Connect = Callable[[str, list[int], int, float], ConnectedCommunicator]
-"""Connects the islands of these numbers, given a name of their own, the place of this one, and the
-seconds that an exchange may take."""
+Connect = Callable[[str, list[int], int], ConnectedCommunicator]
+"""Connects the islands of these numbers, given a name of their own, and the place of this one."""
 
 
 class Place(NamedTuple):
@@ -49,6 +49,9 @@ class Place(NamedTuple):
 
 _PAUSE_SECONDS, _WAITED_SHARE = 0.02, 0.3
 """How long to wait until the next look: at first, and as a share of what was waited before."""
+
+_SENT_BYTES = 64 << 20
+"""How much of what is shared is sent at once to a guest, which may take as long as the patience."""
 
 _BITS = 62
 """How many islands a number can tell of."""
@@ -79,6 +82,9 @@ class Fixed:
     def is_awaited(self) -> bool:
         """See `Elastic.is_awaited`."""
         return False
+
+    def fail(self) -> None:
+        """See `Elastic.fail`."""
 
     def numbers(self) -> dict[str, int]:
         """See `Elastic.numbers`."""
@@ -149,6 +155,10 @@ class Elastic:
         self._connected: list[int] = []
         """The islands whose connections hold, by rank."""
         self._looked = 0.0
+        self._failing: float | None = None
+        """Since when no exchange has come to its end."""
+        self._before: tuple[float, int] | None = None
+        """When the last outer step took effect, and after how many inner steps."""
         self._beats: Beats | None = None
         self.joined = self._run(Protocol.enter)
         me = self._holds.island
@@ -168,6 +178,7 @@ class Elastic:
         """Begin with what this number sums up, after so many outer steps."""
         self._protocol.steps, self._protocol.state = steps, f"{shared:x}"
         self._holds.steps = steps
+        self._beat()
 
     def resume(self, numbers: dict[str, int]) -> bool:
         """Go on from a checkpoint, given what `numbers` was then.
@@ -242,10 +253,22 @@ class Elastic:
                 arrived = False
         flags = self._shards.gather(held | arrived << 1 | finite << 2)
         held, arrived, finite = (all(flag >> bit & 1 for flag in flags) for bit in range(3))
-        took_effect = self._run(lambda protocol: protocol.decide(arrived, held))
+        took_effect = self._run(lambda protocol: self._decide(protocol, arrived, held))
         if not took_effect or not arrived:  # connections to the others have ended
             self._connected = []
         return took_effect, finite
+
+    def _decide(self, protocol: Protocol, arrived: bool, held: bool) -> actions.Run[bool]:
+        took_effect, now = (yield from protocol.decide(arrived, held)), (yield actions.Now())
+        since = now if self._failing is None else self._failing
+        self._failing = None if took_effect else since
+        if now - since > LONGEST * self._patience and not took_effect:
+            raise CommunicationError(
+                f"no exchange of islands {self._connected} has ended within the patience for"
+                f" {now - since:.0f} s; if one takes longer than {self._patience:g} s, attach with"
+                " a larger patience="
+            )
+        return took_effect
 
     def committed(self, clock: int) -> None:
         """Go on after an outer step, which came after so many inner steps.
@@ -253,7 +276,10 @@ class Elastic:
         Islands that wait to join get what is shared, while this one trains.
         """
         if self._beats is not None:
-            self._beats.steps, self._beats.clock = self.steps, clock
+            now = time.monotonic()
+            if self._before is not None and clock > self._before[1]:
+                self._beats.a_step = (now - self._before[0]) / (clock - self._before[1])
+            self._before = now, clock
         self._run(Protocol.welcome)
 
     def take_over(self) -> bool | None:
@@ -261,6 +287,7 @@ class Elastic:
 
         None if nobody is left who could send it, and the run has not begun.
         """
+        self._failing = self._before = None
         return self._run(Protocol.take_over)
 
     def is_awaited(self) -> bool:
@@ -272,6 +299,12 @@ class Elastic:
             return False
         self._looked = now + self._pause
         return (yield from protocol.is_awaited())
+
+    def fail(self) -> None:
+        """Give no more signs of life, so that nobody waits for this island."""
+        if self._beats is not None:
+            self._beats.stop.set()
+            self._beats = None
 
     def close(self) -> None:
         """Take part in no more steps; the last island of a run removes what is left of it."""
@@ -300,9 +333,7 @@ class Elastic:
             result: T = end.value
         except (CommunicationError, MismatchError) as error:
             self._shards.tell(["failed", str(error)])
-            if self._beats is not None:
-                self._beats.stop.set()
-                self._beats = None
+            self.fail()
             raise
         self._beat()
         mine = self._protocol
@@ -311,12 +342,12 @@ class Elastic:
         return result
 
     def _beat(self) -> None:
-        """Give signs of life under the number that this island has now."""
+        """Give signs of life under the number that this island has now, and tell how far it is."""
         if (me := self._protocol.island) and self._beats is None:
             self._beats = Beats(self._board, me, self._patience)
             weakref.finalize(self, self._beats.stop.set)
         if self._beats is not None:
-            self._beats.island = me
+            self._beats.island, self._beats.steps = me, self._protocol.steps
 
     def _follow(self) -> object:
         """Do what the first rank tells, until its part of the protocol has ended."""
@@ -372,7 +403,7 @@ class Elastic:
 
     def _connect(self, name: str, members: list[int], rank: int) -> ConnectedCommunicator:
         """Connect the ranks of some islands that hold the same shard as this one."""
-        return self._connect_at(f"{name}.{self._shards.rank}", members, rank, self._patience)
+        return self._connect_at(f"{name}.{self._shards.rank}", members, rank)
 
     def _host(self, guest: int, me: int, name: str, holds: list[int]) -> None:
         """Begin to send what this rank holds of what is shared."""
@@ -382,8 +413,8 @@ class Elastic:
         def send() -> None:
             with suppress(CommunicationError, MismatchError):  # the guest has gone, or asks anew
                 comm = self._connect(name, [me, guest], 0)
-                for message in messages:
-                    comm.exchange({1: message.view(torch.uint8)}, {})
+                for part in _parts(messages):
+                    comm.exchange({1: part}, {})
                 comm.close()
 
         threading.Thread(target=send, daemon=True).start()
@@ -393,9 +424,8 @@ class Elastic:
         told, failed = torch.zeros(3, dtype=torch.int64), ""
         try:
             comm = self._connect(name, [host, me], 1)
-            for tensor in (told, *self._shared.tensors):
-                came = comm.exchange({}, {0: tensor.nbytes})[0]
-                tensor.view(torch.uint8).copy_(came)
+            for part in _parts([told, *self._shared.tensors]):
+                part.copy_(comm.exchange({}, {0: part.nbytes})[0])
             comm.close()
         except CommunicationError as error:
             failed = str(error)
@@ -403,6 +433,12 @@ class Elastic:
             return failed or "another rank of this island has not received its shard"
         at, steps, state = told.tolist()
         return at, steps, f"{state:x}"
+
+
+def _parts(messages: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the bytes of messages, in parts that are sent one after the other."""
+    for message in messages:
+        yield from message.view(torch.uint8).split(_SENT_BYTES)
 
 
 def pause_after(waited: float, most: float) -> float:

@@ -63,14 +63,14 @@ def _over_links(place: str, patience: float) -> Place:
         ) from error
     kept, former = BucketStore(meeting, patience), deque[str]()
 
-    def connect(name: str, members: list[int], rank: int, seconds: float) -> ConnectedCommunicator:
+    def connect(name: str, members: list[int], rank: int) -> ConnectedCommunicator:
         if rank == 0:
             former.append(name)
             if len(former) > _KEPT:
                 kept.under(former.popleft()).clear()
         store, on_host = kept.under(name), torch.device("cpu")
         return TorchCommunicator(
-            TorchRendezvous(store, members, rank, seconds, "gloo", on_host, address)
+            TorchRendezvous(store, members, rank, patience, "gloo", on_host, address)
         )
 
     return Place(Board(meeting, LONGEST * patience), connect, LOOKED_SECONDS)
@@ -79,10 +79,10 @@ def _over_links(place: str, patience: float) -> Place:
 def _by_files(place: Bucket | str | os.PathLike[str], patience: float) -> Place:
     kept = BucketStore(place, patience)
 
-    def connect(name: str, members: list[int], rank: int, seconds: float) -> ConnectedCommunicator:
+    def connect(name: str, members: list[int], rank: int) -> ConnectedCommunicator:
         listener = Listener(kept.found, patience)
         return ConnectedCommunicator(
-            BucketRendezvous(kept.under(name), members, rank, seconds, listener.is_silent)
+            BucketRendezvous(kept.under(name), members, rank, patience, listener.is_silent)
         )
 
     return Place(Board(kept.found, LONGEST * patience), connect, ASKED_SECONDS)

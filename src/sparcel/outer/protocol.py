@@ -73,8 +73,8 @@ class Protocol:
     at
         The attempt after which it holds what is shared, 0 if there was none at this place.
     origin
-        Place, number and ``at`` of the island, this one or one before it, that has last taken part:
-        what it had not sent this one has, too.
+        Place, number and ``at`` of the island that has last taken part: this one, or that whose
+        checkpoint it has loaded. Checkpoints are saved under them.
     steps
         How many outer steps it holds.
     state
@@ -409,9 +409,8 @@ class Protocol:
     def take_over(self, others: Sequence[int] = ()) -> Run[bool | None]:
         """Get what islands share; return whether what this island has moved may be kept.
 
-        None if nothing is taken over, since nobody who lives could send it: none of these others,
-        or, before the run begins, nobody whose checkpoint goes before this island's; or since an
-        attempt to begin has been made.
+        None if nothing is taken over: all of ``others`` are silent; or, before the run begins, all
+        are whose checkpoint goes before this island's, or an attempt to begin has been made.
 
         Raises
         ------
@@ -477,7 +476,7 @@ class Protocol:
     def _welcome(self, number: int, hosts: set[int], behind: set[int]) -> Run[None]:
         """Host those who came to an attempt and are behind, if it is this island's turn.
 
-        These are behind though they hold as much.
+        ``behind`` are islands to host although they hold as much as others.
         """
         came = self._came[number]
         slots = {one.island: slot for slot, one in enumerate(came, 1)}
