@@ -99,7 +99,8 @@ def agree(islands: list[Island], at_least: int = 3) -> None:
         assert beats.a_step > 0 or at_least == 1
 
 
-def test_islands_join_leave_and_come_late(place: str) -> None:
+def test_islands_join_leave_and_come_late(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparcel.outer.islands._SENT_BYTES", 1000)  # guests get several parts
     with ThreadPoolExecutor(3) as threads:
         first, second = (Island(place, number) for number in range(2))
         run = Run()  # a third joins, with parameters of its own that do not count
