@@ -97,9 +97,10 @@ def record_of(place: int) -> bytes:
 
 
 def killed_after(seconds: float, function: Callable[..., None], *arguments: Any) -> None:
-    """Run a function in a process of its own; kill it with all its children.
+    """Run a function in a process of its own, and kill it with all its children.
 
-    That is so long after the function, or a child of it, has first called its first argument.
+    It gets another function before its arguments, and is killed so many seconds after it, or one
+    of its children, has first called that.
     """
     begun = processes.Event()
     process = processes.Process(

@@ -255,8 +255,30 @@ def test_exchanges_that_never_end_are_told(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(CommunicationError, match=r"islands \[1\] .* a larger patience=") as told:
         island.step()
     assert "waited 0.2 s" in str(told.value.__context__)
-    while any(tmp_path.glob("*beat*")):  # nobody waits for this island
+    assert becomes_silent(tmp_path)
+
+
+def test_an_island_that_is_interrupted_gives_no_sign_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    island = Island(str(tmp_path), 0, every=1, least=1)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(island.outer, "_agree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        island.step()
+    assert becomes_silent(tmp_path)
+
+
+def becomes_silent(place: Path) -> bool:
+    """Wait for at most ten seconds until no sign of life is left at a place."""
+    for _ in range(1000):
+        if not any(place.glob("*beat*")):
+            return True
         time.sleep(0.01)
+    return False
 
 
 class Failing(Folder):

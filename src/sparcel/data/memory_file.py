@@ -11,7 +11,7 @@ from weakref import finalize
 _PUNCH_HOLE = 3
 """FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE of linux/falloc.h."""
 _NOWHERE = 1 << 62
-"""Where no file has any content."""
+"""An offset that no file reaches."""
 _libc = ctypes.CDLL(None, use_errno=True)
 if hasattr(_libc, "fallocate"):
     _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)

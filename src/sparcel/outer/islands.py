@@ -259,16 +259,20 @@ class Elastic:
         return took_effect, finite
 
     def _decide(self, protocol: Protocol, arrived: bool, held: bool) -> actions.Run[bool]:
-        took_effect, now = (yield from protocol.decide(arrived, held)), (yield actions.Now())
-        since = now if self._failing is None else self._failing
-        self._failing = None if took_effect else since
-        if now - since > LONGEST * self._patience and not took_effect:
+        """Decide on an exchange; raise if none has come to its end for too long."""
+        if (yield from protocol.decide(arrived, held)):
+            self._failing = None
+            return True
+        now = yield actions.Now()
+        if self._failing is None:
+            self._failing = now
+        if (failing := now - self._failing) > LONGEST * self._patience:
             raise CommunicationError(
-                f"no exchange of islands {self._connected} has ended within the patience for"
-                f" {now - since:.0f} s; if one takes longer than {self._patience:g} s, attach with"
-                " a larger patience="
+                f"for {failing:.0f} s no exchange of islands {self._connected} has ended within the"
+                f" patience of {self._patience:g} s; if it takes longer, give attach a larger"
+                " patience="
             )
-        return took_effect
+        return False
 
     def committed(self, clock: int) -> None:
         """Go on after an outer step, which came after so many inner steps.
