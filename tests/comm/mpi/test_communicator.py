@@ -140,7 +140,8 @@ def silent(comm: Communicator) -> tuple[str, bool]:
     from sparcel.comm.mpi import MpiCommunicator
 
     world = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group.Incl(list(range(comm.size))))
-    own = MpiCommunicator.of(world, timeout=1.0)
+    own = MpiCommunicator.of(world, timeout=60.0)
+    own.engine.timeout = 1.0  # now that all have connected, which may take longer
     start, text = time.monotonic(), ""
     try:
         if comm.rank == 1:
