@@ -58,6 +58,10 @@ class Island(Training):
         members: list[int] = self.outer._islands._protocol._members  # type: ignore[union-attr]
         return members
 
+    @property
+    def has_come(self) -> bool:
+        return self.outer._islands._protocol._mine is not None  # type: ignore[union-attr]
+
 
 class Run:
     """One island leads: when it has seen enough, it says after which outer step all stop."""
@@ -153,6 +157,8 @@ def test_an_island_that_differs_is_told_and_the_others_begin(
     first = Island(place, 0)
     with ThreadPoolExecutor(2) as threads:
         stepping = threads.submit(first.step)
+        while not first.has_come and not stepping.done():
+            time.sleep(0.01)
         with pytest.raises(MismatchError, match=words):
             Island(place, 1, **settings).step()
         third = Island(place, 2)
