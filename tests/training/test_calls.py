@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,9 +51,12 @@ def counted(comm: Communicator, run: Callable[[], object]) -> int:
 
     sys.setprofile(note)
     comm.submit(lambda: sys.setprofile(note)).wait()
+    gc.collect()
+    gc.disable()  # it would call what others have left
     counting = True
     run()
     counting = False
+    gc.enable()
     sys.setprofile(None)
     comm.submit(lambda: sys.setprofile(None)).wait()
     return next(numbers)
