@@ -18,7 +18,8 @@ the old weight. They come from counts of the very pair, which a decoder does not
 with many conditions flatter: no code has to pay for the counts here.
 
 ``peak_bytes`` are the largest resident set of a process less what was resident before, the weights
-included: see `memory.py`.
+included: see `memory.py`. There, ``cpu_g`` is measured once, with many weights: small models pay
+for each tensor.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def entropies(old: Weights, moved: Tensor) -> Row:
     there = moved != 0
     steps = moved[there].unique(return_inverse=True)[1]
     return {
-        f"{what}_entropy_{name}": _entropy(given, outcome) / len(steps)
+        f"{what}_entropy_{name}": entropy(given, outcome) / len(steps)
         for name, cells in conditions.items()
         for what, given, outcome in (
             ("places", cells, there.long()),
@@ -110,7 +111,7 @@ def entropies(old: Weights, moved: Tensor) -> Row:
     }
 
 
-def _entropy(given: Tensor, outcome: Tensor) -> float:
+def entropy(given: Tensor, outcome: Tensor) -> float:
     """Return the bits that outcomes take, by the shares that they have in each cell."""
     kinds = int(outcome.max()) + 1
     cells = torch.bincount(given, minlength=int(given.max()) + 1).double()
@@ -190,11 +191,16 @@ def tables(rows: Iterable[Row]) -> Iterator[Table]:
                 bits = f"{row['bits']:.2f}" if "bits" in row else ""
                 shown.add_row(row["way"], bits, *(_text(row, stage) for stage in STAGES))
         yield shown
-    shown = Table("way", "encode MiB", "apply MiB", title="peaks beside the weights")
+    shown = Table("way", *STAGES[1:], title="with many weights: MiB beside these, (speed)")
     for row in every:
         if row["what"] == "memory":
-            peaks = (row[f"{stage}_peak_bytes"] / (1 << 20) for stage in ("encode", "apply"))
-            shown.add_row(row["way"], *(f"{peak:.0f}" for peak in peaks))
+            shown.add_row(
+                row["way"],
+                *(
+                    f"{row[f'{stage}_peak_bytes'] / (1 << 20):.0f} ({row[f'{stage}_cpu_g']:.2f})"
+                    for stage in STAGES[1:]
+                ),
+            )
     yield shown
 
 

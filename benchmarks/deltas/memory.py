@@ -1,4 +1,4 @@
-"""What sending changes takes of memory beside the weights, for `measure.py`."""
+"""What sending changes of many weights takes of memory and processor time, for `measure.py`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from time import process_time
 
 import torch
 from safetensors.torch import load_file
@@ -38,7 +39,7 @@ def remembered(before: Path, after: Path, elements: int) -> Iterator[Row]:
                 "way": WAYS[place].label,
                 **encoded,
                 "message_bytes": file.stat().st_size,
-                "apply_peak_bytes": applied,
+                **applied,
             }
             file.unlink()
 
@@ -46,24 +47,33 @@ def remembered(before: Path, after: Path, elements: int) -> Iterator[Row]:
 def _encoded(place: int, before: Path, after: Path, elements: int, file: Path) -> Row:
     torch.set_num_threads(1)
     old, now = tiled(before, elements), tiled(after, elements)
-    resident = _resident()
+    resident, busy = _resident(), 0.0
     with file.open("wb") as out:
+        start = process_time()
         for buffer in WAYS[place].encode(now, old):
+            busy += process_time() - start
             out.write(len(buffer).to_bytes(LENGTH, "little"))
             out.write(buffer)
+            start = process_time()
+    elements = sum(tensor.numel() for tensor in old.values())
     return {
-        "elements": sum(tensor.numel() for tensor in old.values()),
+        "elements": elements,
         "model_bytes": sum(tensor.nbytes for tensor in old.values()),
         "encode_peak_bytes": _process_bytes("VmHWM") - resident,
+        "encode_cpu_g": elements / busy / 1e9,
     }
 
 
-def _applied(place: int, before: Path, elements: int, file: Path) -> int:
+def _applied(place: int, before: Path, elements: int, file: Path) -> Row:
     torch.set_num_threads(1)
     target = tiled(before, elements)
-    resident = _resident()
+    resident, start = _resident(), process_time()
     WAYS[place].apply(target, _buffers(file))
-    return _process_bytes("VmHWM") - resident
+    busy = process_time() - start
+    return {
+        "apply_peak_bytes": _process_bytes("VmHWM") - resident,
+        "apply_cpu_g": sum(tensor.numel() for tensor in target.values()) / busy / 1e9,
+    }
 
 
 def _buffers(file: Path) -> Iterator[bytes]:

@@ -1,7 +1,12 @@
-"""Ways to send what has changed in bfloat16 weights, for `measure.py`: sparcel's, and others'.
+"""Ways to send what has changed in weights, sparcel's and others', for `measure.py`, `served.py`.
 
 A message is one or more buffers, whose bytes all count. Only sparcel's says what it applies to, and
 is checked before it is written; the others trust that it arrives whole, at the right weights.
+
+NeMo-RL sends gaps, in the least width that holds them, and the XOR of values, through zstd-1
+(docs/design-docs/sparse-delta-refit.md of its commit 5a257c43). slime, Miles and SkyRL send the XOR
+of all elements through zstd-1 (slime's update_weight_from_disk_delta.py of its commit 06236d02).
+verl sends indices and values as they are.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from sparcel import delta
 Weights = dict[str, Tensor]
 Message = Iterable[bytes]
 Places = npt.NDArray[np.signedinteger]
-Values = npt.NDArray[np.int16]
+Values = npt.NDArray[np.signedinteger]
 
 ESCAPE = 0xFFFF
 
@@ -66,8 +71,11 @@ class Changed:
     before: Values
 
 
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
 def bits_of(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.int16)
+    return tensor.view(-1).view(INTEGERS[tensor.dtype.itemsize])
 
 
 def found(now: Weights, old: Weights) -> list[Changed]:
@@ -93,16 +101,20 @@ class Listed:
 
     def apply(self, target: Weights, message: Message) -> None:
         counted, *streams = message
-        ends = np.cumsum(np.frombuffer(counted, np.uint32), dtype=np.int64)
         places, values = self._read(streams)
-        for (begin, end), tensor in zip(_ranges(ends), target.values(), strict=True):
-            bits, new = bits_of(tensor).numpy(), values[begin:end]
-            self._write(bits, self._places(places[begin:end]), new)
+        place = value = 0
+        for count, tensor in zip(
+            np.frombuffer(counted, np.uint32).tolist(), target.values(), strict=True
+        ):
+            bits = bits_of(tensor).numpy()
+            new = np.frombuffer(values, bits.dtype, count, value)
+            self._write(bits, self._places(places[place : place + count]), new)
+            place, value = place + count, value + new.nbytes
 
     def _streams(self, changes: list[Changed]) -> list[bytes]:
         raise NotImplementedError
 
-    def _read(self, streams: list[bytes]) -> tuple[Places, Values]:
+    def _read(self, streams: list[bytes]) -> tuple[Places, bytes]:
         raise NotImplementedError
 
     def _places(self, told: Places) -> Places:
@@ -112,11 +124,6 @@ class Listed:
         bits[places] = values
 
 
-def _ranges(ends: Places) -> Iterator[tuple[int, int]]:
-    begins = np.concatenate(([0], ends[:-1]))
-    return zip(begins.tolist(), ends.tolist(), strict=True)
-
-
 class Plain(Listed):
     """Places as int32 and new values as they are."""
 
@@ -124,10 +131,10 @@ class Plain(Listed):
 
     def _streams(self, changes: list[Changed]) -> list[bytes]:
         places = np.concatenate([change.places.astype(np.int32) for change in changes])
-        return [places.tobytes(), np.concatenate([change.after for change in changes]).tobytes()]
+        return [places.tobytes(), _joined(change.after for change in changes)]
 
-    def _read(self, streams: list[bytes]) -> tuple[Places, Values]:
-        return np.frombuffer(streams[0], np.int32), np.frombuffer(streams[1], np.int16)
+    def _read(self, streams: list[bytes]) -> tuple[Places, bytes]:
+        return np.frombuffer(streams[0], np.int32), streams[1]
 
 
 class Gaps(Listed):
@@ -141,28 +148,32 @@ class Gaps(Listed):
     def _streams(self, changes: list[Changed]) -> list[bytes]:
         gaps = np.concatenate([np.diff(change.places, prepend=-1) - 1 for change in changes])
         large = gaps >= ESCAPE
-        values = [c.after ^ c.before if self._xor else c.after for c in changes]
+        values = (c.after ^ c.before if self._xor else c.after for c in changes)
         compressor = zstandard.ZstdCompressor(self._level)
         return [
             compressor.compress(stream.data)
             for stream in (
                 np.where(large, ESCAPE, gaps).astype(np.uint16),
                 gaps[large].astype(np.uint32),
-                np.concatenate(values),
+                np.frombuffer(_joined(values), np.uint8),
             )
         ]
 
-    def _read(self, streams: list[bytes]) -> tuple[Places, Values]:
+    def _read(self, streams: list[bytes]) -> tuple[Places, bytes]:
         small, large, values = (zstandard.ZstdDecompressor().decompress(one) for one in streams)
         gaps = np.frombuffer(small, np.uint16).astype(np.int64)
         gaps[gaps == ESCAPE] = np.frombuffer(large, np.uint32)
-        return gaps, np.frombuffer(values, np.int16)
+        return gaps, values
 
     def _places(self, told: Places) -> Places:
         return np.cumsum(told + 1) - 1
 
     def _write(self, bits: Values, places: Places, values: Values) -> None:
         bits[places] = bits[places] ^ values if self._xor else values
+
+
+def _joined(values: Iterable[Values]) -> bytes:
+    return b"".join(each.tobytes() for each in values)
 
 
 class Dense:
@@ -178,7 +189,7 @@ class Dense:
     def apply(self, target: Weights, message: Message) -> None:
         for tensor, frame in zip(target.values(), message, strict=True):
             bits = bits_of(tensor).numpy()
-            bits ^= np.frombuffer(zstandard.ZstdDecompressor().decompress(frame), np.int16)
+            bits ^= np.frombuffer(zstandard.ZstdDecompressor().decompress(frame), bits.dtype)
 
 
 WAYS: tuple[Way, ...] = (

@@ -1,6 +1,7 @@
 // Changes of weights. An array's bits are taken as unsigned integers of its itemsize.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -61,8 +62,17 @@ nb::list as_list(const T* numbers, size_t count) {
     return list;
 }
 
-// Codes how the elements of `now` differ from those of `old`. Returns the limits of the classes,
-// the changes in each, the streams of places, values and bits, and what the changes add to the sum.
+Told told_by(const std::string& code) {
+    if (code == "values") return Told::values;
+    if (code == "steps") return Told::steps;
+    if (code == "nibbles") return Told::nibbles;
+    throw nb::value_error("changes are told by values, steps or nibbles");
+}
+
+// Codes how the elements of `now` differ from those of `old`, by values, or by steps or nibbles.
+// Returns which pieces change, how many elements do, whether nibbles are told, the limits of the
+// classes, the changes in each, how many last bits are 0, the streams of places, values and bits,
+// and what the changes add to the sum.
 nb::object encode(const Arrays& old_arrays, const Arrays& now_arrays, size_t itemsize, bool floats,
                   unsigned fraction, unsigned most_classes, bool steps) {
     require(old_arrays.size() == now_arrays.size(), "every piece has old and new elements");
@@ -76,7 +86,11 @@ nb::object encode(const Arrays& old_arrays, const Arrays& now_arrays, size_t ite
     return with_word(itemsize, [&]<class Word>(Type<Word>) -> nb::object {
         Streams streams;
         Classes classes;
+        Told told = steps ? Told::steps : Told::values;
+        unsigned shift = 0;
         uint64_t sum = 0;
+        std::vector<size_t> kept;
+        size_t count = 0;
         {
             nb::gil_scoped_release release;
             if (floats && most_classes > 1) {
@@ -87,12 +101,20 @@ nb::object encode(const Arrays& old_arrays, const Arrays& now_arrays, size_t ite
             Buffer<uint32_t> of_rank(most);
             Buffer<uint8_t> of_class(most);
             const Ranks ranks{of_rank.data(), of_class.data()};
-            const size_t count = find_changes(old, now, layout, classes, changes.view(), ranks);
-            sum = hashed_changes(old, changes.view(), count);
-            streams = code_changes(changes.view(), count, ranks, layout, classes, steps);
+            count = find_changes(old, now, layout, classes, changes.view(), ranks, kept);
+            std::vector<Piece> changed;
+            for (const size_t i : kept) changed.push_back(old[i]);
+            sum = hashed_changes(changed, changes.view(), count);
+            if (steps) shift = zeros_below(changes.view(), count);
+            if (steps && !floats && packs_nibbles(changes.view(), count, shift)) {
+                told = Told::nibbles;
+                shift = 0;
+            }
+            streams = code_changes(changes.view(), count, ranks, layout, classes, told, shift);
         }
-        return nb::make_tuple(as_list(classes.limits, classes.count - 1),
-                              as_list(classes.changes, classes.count),
+        return nb::make_tuple(as_list(kept.data(), kept.size()), count, told == Told::nibbles,
+                              as_list(classes.limits, classes.count - 1),
+                              as_list(classes.changes, classes.count), shift,
                               as_bytes(streams.coded.places), as_bytes(streams.coded.values),
                               as_bytes(streams.coded.bits), sum);
     });
@@ -100,12 +122,15 @@ nb::object encode(const Arrays& old_arrays, const Arrays& now_arrays, size_t ite
 
 // Returns places, new values, and what the changes add to the sum; or None if the streams are not
 // what they should be. Where the elements of a piece are not given, steps stand for new values.
-nb::object decode(const Arrays& arrays, size_t itemsize, bool floats, unsigned fraction, bool steps,
-                  const std::vector<uint8_t>& limits, const std::vector<uint64_t>& counts,
-                  const Bytes& data, size_t values_begin, size_t bits_begin, size_t end) {
+nb::object decode(const Arrays& arrays, size_t itemsize, bool floats, unsigned fraction,
+                  const std::string& code, unsigned shift, const std::vector<uint8_t>& limits,
+                  const std::vector<uint64_t>& counts, const Bytes& data, size_t values_begin,
+                  size_t bits_begin, size_t end) {
     const auto pieces = pieces_of(arrays, itemsize);
-    const size_t total = elements_of(pieces);
-    CodedChanges coded{{floats, fraction}, {}, steps, {}, {}, {}};
+    const Told told = told_by(code);
+    const bool packed = told == Told::nibbles;
+    const size_t total = elements_of(pieces) * (packed ? 2 * itemsize : 1);
+    CodedChanges coded{{floats, fraction}, {}, told, shift, {}, {}, {}};
     require(
         counts.size() >= 1 && counts.size() <= kMostClasses && limits.size() + 1 == counts.size(),
         "there are one to six classes, and a limit between any two");
@@ -118,8 +143,11 @@ nb::object decode(const Arrays& arrays, size_t itemsize, bool floats, unsigned f
         coded.classes.changes[c] = counts[c];
     }
     for (const Piece& piece : pieces) {
-        require(piece.known() || coded.classes.count == 1, "classes need the old elements");
+        require(piece.known() || (coded.classes.count == 1 && !packed),
+                "classes and nibbles need the old elements");
     }
+    require(!packed || coded.classes.count == 1, "nibbles are of one class");
+    require(shift < 8 * itemsize, "fewer bits are 0 than there are");
     require(values_begin <= bits_begin && bits_begin <= end && end <= data.size() &&
                 data.size() - end >= kCodeSlack,
             "the streams must lie in the data");
@@ -131,16 +159,16 @@ nb::object decode(const Arrays& arrays, size_t itemsize, bool floats, unsigned f
     return with_word(itemsize, [&]<class Word>(Type<Word>) -> nb::object {
         OwnChanges<Word> changes(changed);
         uint64_t sum = 0;
-        const bool decoded = [&] {
+        size_t found = kTorn;
+        {
             nb::gil_scoped_release release;
             const auto& passes = kernels().delta.readers<Word>();
-            if (!passes.decode(coded, pieces.data(), pieces.size(), changes.view())) return false;
-            sum = hashed_changes(pieces, changes.view(), changed);
-            return true;
-        }();
-        if (!decoded) return nb::none();
-        return nb::make_tuple(give(std::move(changes.places), changed, dtype_of<int32_t>()),
-                              give(std::move(changes.after), changed, signed_dtype<Word>()), sum);
+            found = passes.decode(coded, pieces.data(), pieces.size(), changes.view());
+            if (found != kTorn) sum = hashed_changes(pieces, changes.view(), found);
+        }
+        if (found == kTorn) return nb::none();
+        return nb::make_tuple(give(std::move(changes.places), found, dtype_of<int32_t>()),
+                              give(std::move(changes.after), found, signed_dtype<Word>()), sum);
     });
 }
 
@@ -209,8 +237,8 @@ void bind_delta(nb::module_& module) {
     module.attr("MOST_CLASSES") = kMostClasses;
     module.def("delta_encode", encode, "old"_a, "now"_a, "itemsize"_a, "floats"_a, "fraction"_a,
                "most_classes"_a, "steps"_a);
-    module.def("delta_decode", decode, "pieces"_a, "itemsize"_a, "floats"_a, "fraction"_a,
-               "steps"_a, "limits"_a, "counts"_a, "data"_a, "values_begin"_a, "bits_begin"_a,
+    module.def("delta_decode", decode, "pieces"_a, "itemsize"_a, "floats"_a, "fraction"_a, "code"_a,
+               "shift"_a, "limits"_a, "counts"_a, "data"_a, "values_begin"_a, "bits_begin"_a,
                "end"_a);
     module.def("delta_swap", swap, "pieces"_a, "places"_a, "values"_a);
     module.def("delta_remember", remember_elements, "elements"_a, "floats"_a);

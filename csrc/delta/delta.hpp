@@ -107,23 +107,66 @@ inline Classes classes_for(const std::vector<uint64_t>& counts, unsigned most) {
     return classes;
 }
 
-// Finds all changes of a chunk, in the order in which they are coded, and returns how many.
+// Finds all changes of a chunk, in the order in which they are coded, and returns how many. Pieces
+// that do not change do not belong to the chunk; `kept` lists the others.
 template <class Word>
 size_t find_changes(const std::vector<Piece>& old, const std::vector<Piece>& now, BitLayout layout,
-                    const Classes& classes, Changes<Word> changes, Ranks ranks) {
+                    const Classes& classes, Changes<Word> changes, Ranks ranks,
+                    std::vector<size_t>& kept) {
     uint64_t seen[kMostClasses] = {};
     uint32_t base = 0;
     size_t found = 0;
-    for (size_t i = 0; i < old.size(); base += uint32_t(old[i++].count)) {
+    for (size_t i = 0; i < old.size(); ++i) {
         const auto *a = static_cast<const Word*>(old[i].elements),
                    *b = static_cast<const Word*>(now[i].elements);
         const Changes<Word> rest{changes.places + found, changes.before + found,
                                  changes.after + found};
         const Ranks others{ranks.ranks + found, ranks.classes + found};
-        found += kernels().delta.readers<Word>().changed(a, b, old[i].count, layout, classes, seen,
-                                                         base, rest, others);
+        uint64_t before[kMostClasses];
+        std::copy(seen, seen + kMostClasses, before);
+        const size_t here = kernels().delta.readers<Word>().changed(
+            a, b, old[i].count, layout, classes, seen, base, rest, others);
+        if (here) {
+            kept.push_back(i);
+            found += here;
+            base += uint32_t(old[i].count);
+        } else {
+            std::copy(before, before + kMostClasses, seen);
+        }
     }
     return found;
+}
+
+// How many of the last bits of all changed elements are 0, before and after.
+template <class Word>
+unsigned zeros_below(const Changes<Word>& changes, size_t count) {
+    Word bits = Word(Word(1) << (8 * sizeof(Word) - 1));
+    for (size_t i = 0; i < count; ++i) bits |= changes.before[i] | changes.after[i];
+    return unsigned(std::countr_zero(bits));
+}
+
+// Tells whether elements hold values of four bits: steps of one value leave those below it alone,
+// where steps of a whole number change its last bits, apart from `zeros` that are always 0.
+template <class Word>
+bool packs_nibbles(const Changes<Word>& changes, size_t count, unsigned zeros) {
+    const Word lowest = Word(Word(0xf) << (zeros & ~3u));
+    size_t above = 0;
+    for (size_t i = 0; i < count; ++i)
+        above += ((changes.before[i] ^ changes.after[i]) & lowest) == 0;
+    return 4 * above > count;
+}
+
+// How many nibbles change.
+template <class Word>
+size_t count_nibbles(const Changes<Word>& changes, size_t count) {
+    size_t nibbles = 0;
+    for (size_t i = 0; i < count; ++i) {
+        uint64_t rest = Word(changes.before[i] ^ changes.after[i]);
+        rest |= rest >> 2;
+        rest |= rest >> 1;
+        nibbles += size_t(std::popcount(rest & 0x1111111111111111));
+    }
+    return nibbles;
 }
 
 // The coded streams of a chunk, with their memory.
@@ -132,18 +175,24 @@ struct Streams {
     CodedStreams coded;
 };
 
-// Codes changes whose ranks are known, and counts those of each class.
+// Codes changes whose ranks are known, and counts those of each class; of nibbles, these.
 template <class Word>
 Streams code_changes(const Changes<Word>& changes, size_t count, Ranks ranks, BitLayout layout,
-                     Classes& classes, bool steps) {
-    Buffer<uint32_t> gaps(count), places(count + kMostClasses), values(2 * count);
-    Streams streams{Buffer<uint8_t>(most_symbol_bytes(count)),
-                    Buffer<uint8_t>(most_plain_bytes(count, sizeof(Word))),
+                     Classes& classes, Told told, unsigned shift) {
+    const auto& passes = kernels().delta.readers<Word>();
+    const size_t coded = told == Told::nibbles ? count_nibbles(changes, count) : count;
+    Buffer<uint32_t> gaps(coded), places(coded + kMostClasses), values(2 * coded);
+    Streams streams{Buffer<uint8_t>(most_symbol_bytes(coded)),
+                    Buffer<uint8_t>(most_plain_bytes(coded, sizeof(Word))),
                     {}};
     const CodingRoom room{gaps.data(), places.data(), values.data(), streams.plain.data(),
                           streams.symbols.data()};
-    streams.coded =
-        kernels().delta.readers<Word>().code(changes, count, ranks, layout, classes, steps, room);
+    if (told == Told::nibbles) {
+        classes.changes[0] = coded;
+        streams.coded = passes.code_nibbles(changes, count, room);
+    } else {
+        streams.coded = passes.code(changes, count, ranks, layout, classes, told, shift, room);
+    }
     return streams;
 }
 
@@ -178,16 +227,20 @@ void recall(const Word* now, const uint8_t* low, size_t n, bool floats, Word* be
     }
 }
 
-// Exchanges values with the elements at their places.
+// Exchanges values with the elements at their places, whose memory is asked for some changes ahead.
 template <class Word>
 void swap_changes(const std::vector<Piece>& pieces, const uint32_t* places, Word* values,
                   size_t count) {
+    constexpr size_t kAhead = 32;
     uint64_t base = 0;
     const Piece* piece = pieces.data();
     for (size_t i = 0; i < count; ++i) {
         if (places[i] < base) piece = pieces.data(), base = 0;
         while (places[i] >= base + piece->count) base += piece++->count;
-        std::swap(static_cast<Word*>(piece->elements)[places[i] - base], values[i]);
+        auto* elements = static_cast<Word*>(piece->elements);
+        const uint64_t later = i + kAhead < count ? places[i + kAhead] - base : 0;
+        if (later < piece->count) __builtin_prefetch(elements + later, 1);
+        std::swap(elements[places[i] - base], values[i]);
     }
 }
 

@@ -50,11 +50,20 @@ struct CodedBytes {
 };
 constexpr size_t kCodeSlack = 32;
 
+// What is told of each change: the new value; the step to it from the old value; or the steps of
+// those nibbles, groups of four bits, that change.
+enum class Told { values, steps, nibbles };
+
+// How many nibbles an element has.
+template <class Word>
+constexpr size_t kNibbles = 2 * sizeof(Word);
+
 // What a chunk says: where elements change, and by how much or to what.
 struct CodedChanges {
     BitLayout layout;
     Classes classes;
-    bool steps;         // whether `values` has steps from old values, or new values
+    Told told;
+    unsigned shift;     // steps are those of all but so many bits, which are 0
     CodedBytes places;  // symbols
     CodedBytes values;  // symbols
     CodedBytes bits;    // of both, in the order of the changes
@@ -93,6 +102,8 @@ constexpr size_t most_plain_bytes(size_t count, size_t word) {
 }
 constexpr size_t most_symbol_bytes(size_t count) { return 2 * (3 * count + kMostClasses) + 16; }
 
+constexpr size_t kTorn = ~size_t{0};
+
 // The passes over weights whose bits are `Word`s.
 template <class Word>
 struct DeltaReaders {
@@ -106,14 +117,17 @@ struct DeltaReaders {
                       const Classes& classes, uint64_t* seen, uint32_t base, Changes<Word> changes,
                       Ranks ranks);
 
-    // Codes changes whose ranks are known, and counts those of each class.
+    // Codes changes whose ranks are known, as values or steps, and counts those of each class.
     CodedStreams (*code)(Changes<Word> changes, size_t count, Ranks ranks, BitLayout layout,
-                         Classes& classes, bool steps, CodingRoom room);
+                         Classes& classes, Told told, unsigned shift, CodingRoom room);
 
-    // Decodes a chunk, and tells whether all that it says was found. There is room for all changes
-    // that `classes` tells of.
-    bool (*decode)(const CodedChanges& coded, const Piece* pieces, size_t count,
-                   Changes<Word> changes);
+    // Codes changes, in the order of their places, as nibbles.
+    CodedStreams (*code_nibbles)(Changes<Word> changes, size_t count, CodingRoom room);
+
+    // Decodes a chunk, and returns how many elements change, or `kTorn` if not all that it says was
+    // found. There is room for all changes that `classes` tells of.
+    size_t (*decode)(const CodedChanges& coded, const Piece* pieces, size_t count,
+                     Changes<Word> changes);
 
     // The sum of `hashed` over a piece.
     uint64_t (*sum)(const Piece& piece);

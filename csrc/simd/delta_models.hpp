@@ -129,6 +129,25 @@ class Values {
     Model low_[kSymbols];
 };
 
+// Codes the steps of nibbles, modulo 16. Most go to a neighbour, but the ends of what four bits
+// tell, a magnitude with a sign or a number, have one neighbour only: their last three bits are all
+// 0 or all 1, and they have models of their own.
+class Nibbles {
+  public:
+    unsigned read(SymbolReader& symbols, unsigned before) {
+        return (before + symbols.read(model_of(before))) % kSymbols;
+    }
+
+    [[gnu::always_inline]] void record(SymbolRecorder& symbols, unsigned before, unsigned after) {
+        symbols.record(model_of(before), (after - before) % kSymbols);
+    }
+
+  private:
+    Model& model_of(unsigned nibble) { return models_[(nibble % 8 > 0) + (nibble % 8 == 7)]; }
+
+    Model models_[3];
+};
+
 // The bits of floats in an order that is that of their values, and back: neighbours differ by one
 // unit in the last place, and so do −0 and 0. Signs are as good as random, so nothing branches.
 template <class Word>
@@ -145,13 +164,16 @@ Word unordered(Word order, bool floats) {
     const Word positive = Word(Signed(order) >> kSign);
     return floats ? Word(order ^ (Word(~positive) | Word(Word(1) << kSign))) : order;
 }
+
+// The steps between values whose last bits, `shift` of them, are 0: those bits do not count.
 template <class Word>
-Word step_between(Word before, Word after, bool floats) {
-    return Word(ordered(after, floats) - ordered(before, floats));
+Word step_between(Word before, Word after, bool floats, unsigned shift) {
+    return Word((ordered(after, floats) >> shift) - (ordered(before, floats) >> shift));
 }
 template <class Word>
-Word stepped(Word before, Word step, bool floats) {
-    return unordered(Word(ordered(before, floats) + step), floats);
+Word stepped(Word before, Word step, bool floats, unsigned shift) {
+    const Word order = Word(Word((ordered(before, floats) >> shift) + step) << shift);
+    return Word(unordered(order, floats) >> shift << shift);
 }
 
 // What an element adds to the sum of a tensor, by SplitMix64's finaliser (Steele, Lea and Flood

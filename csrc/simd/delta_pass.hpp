@@ -23,18 +23,21 @@ class Decoding {
     Decoding(const CodedChanges& coded, Changes<Word> changes)
         : coded_(coded), changes_(changes), members_(coded.layout, coded.classes) {}
 
-    bool run(const Piece* pieces, size_t count) {
+    // Returns how many elements change, or `kTorn`.
+    size_t run(const Piece* pieces, size_t count) {
         Readers readers{SymbolReader(coded_.places), SymbolReader(coded_.values),
                         BitReader(coded_.bits)};
         for (unsigned c = 0; c < coded_.classes.count; ++c) {
             left_[c] = coded_.classes.changes[c];
             skip_[c] = next(c, readers);
-            if (readers.past_end()) return false;
+            if (readers.past_end()) return kTorn;
         }
         for (size_t i = 0; i < count && !readers.past_end(); base_ += uint32_t(pieces[i++].count)) {
             const auto* x = static_cast<const Word*>(pieces[i].elements);
             const size_t n = pieces[i].count;
-            if (coded_.classes.count == 1) {
+            if (coded_.told == Told::nibbles) {
+                skip_[0] = take_nibbles(x, n, readers);
+            } else if (coded_.classes.count == 1) {
                 const size_t before = found_;
                 skip_[0] = take(0, n, 0, readers, [](uint64_t rank) { return rank; });
                 complete(x, before);
@@ -43,9 +46,9 @@ class Decoding {
             }
         }
         for (unsigned c = 0; c < coded_.classes.count; ++c) {
-            if (skip_[c] < kNever) return false;
+            if (skip_[c] < kNever) return kTorn;
         }
-        return readers.finished();
+        return readers.finished() ? found_ : kTorn;
     }
 
   private:
@@ -82,14 +85,38 @@ class Decoding {
         size_t found = found_;
         while (skip < count && !readers.past_end()) {
             changes_.places[found] = base_ + first + uint32_t(place(skip));
-            changes_.after[found] = coded_.steps ? steps_[c].read(readers.values, readers.bits)
-                                                 : whole_.read(readers.values, readers.bits);
+            changes_.after[found] = coded_.told == Told::steps
+                                        ? steps_[c].read(readers.values, readers.bits)
+                                        : whole_.read(readers.values, readers.bits);
             ++found;
             skip += next(c, readers) + 1;
         }
         found_ = found;
         shared = readers;
         return skip - std::min(skip, count);
+    }
+
+    // Decodes the changes of nibbles in a piece, and returns how many nibbles after it do not
+    // change. Those of one element are one change.
+    uint64_t take_nibbles(const Word* x, size_t n, Readers& shared) {
+        Readers readers = shared;  // in registers
+        const size_t before = found_;
+        uint64_t skip = skip_[0];
+        for (; skip < n * kNibbles<Word> && !readers.past_end(); skip += next(0, readers) + 1) {
+            const size_t place = skip / kNibbles<Word>;
+            const unsigned bit = 4 * (skip % kNibbles<Word>);
+            if (found_ == before || changes_.places[found_ - 1] != base_ + place) {
+                changes_.places[found_] = base_ + uint32_t(place);
+                changes_.before[found_] = changes_.after[found_] = x[place];
+                ++found_;
+            }
+            const unsigned old = unsigned(x[place] >> bit & 0xf);
+            const Word moved = Word(old ^ nibbles_.read(readers.values, old));
+            Word& after = changes_.after[found_ - 1];
+            after = Word(after ^ Word(moved << bit));
+        }
+        shared = readers;
+        return skip - std::min<uint64_t>(skip, n * kNibbles<Word>);
     }
 
     // Decodes the gap to the next change of a class.
@@ -106,7 +133,8 @@ class Decoding {
         for (size_t i = first; i < found_; ++i) {
             const Word old = x ? x[changes_.places[i] - base_] : Word{0};
             Word& after = changes_.after[i];
-            if (x && coded_.steps) after = stepped(old, after, coded_.layout.floats);
+            if (x && coded_.told == Told::steps)
+                after = stepped(old, after, coded_.layout.floats, coded_.shift);
             changes_.before[i] = old;
         }
     }
@@ -117,6 +145,7 @@ class Decoding {
     Gaps gaps_[kMostClasses];
     Steps<Word> steps_[kMostClasses];
     Values<Word> whole_;
+    Nibbles nibbles_;
     uint64_t skip_[kMostClasses];  // the elements of the class before its next change
     uint64_t left_[kMostClasses];  // the changes of the class after that
     size_t found_ = 0;
@@ -134,10 +163,28 @@ inline void code_both(SymbolCoder& one, SymbolCoder& other) {
     while (other.left()) other.code_one();
 }
 
+// What is recorded of changes before it is coded.
+struct Recorders {
+    explicit Recorders(CodingRoom room)
+        : places(room.places), values(room.values), bits(room.bits) {}
+
+    CodedStreams coded(CodingRoom room) {
+        uint8_t* const middle = room.symbols + places.most_bytes();
+        uint8_t* const end = middle + values.most_bytes();
+        SymbolCoder of_places(places, middle), of_values(values, end);
+        code_both(of_places, of_values);
+        return {
+            {of_places.finish(), middle}, {of_values.finish(), end}, {room.bits, bits.finish()}};
+    }
+
+    SymbolRecorder places, values;
+    BitRecorder bits;
+};
+
 template <class Sixty4, class Word>
 struct DeltaPass {
     static CodedStreams code(Changes<Word> changes, size_t count, Ranks ranks, BitLayout layout,
-                             Classes& classes, bool steps, CodingRoom room) {
+                             Classes& classes, Told told, unsigned shift, CodingRoom room) {
         // The gap to a change follows the change before it of its class.
         constexpr uint32_t kLast = ~uint32_t{0};
         uint32_t next[kMostClasses];
@@ -149,30 +196,45 @@ struct DeltaPass {
             next[c] = ranks.ranks[i];
             ++classes.changes[c];
         }
-        SymbolRecorder places(room.places), values(room.values);
-        BitRecorder bits(room.bits);
+        Recorders to(room);
         Gaps gaps_of[kMostClasses];
         for (unsigned c = 0; c < classes.count; ++c) {
-            if (next[c] != kLast) gaps_of[c].record(places, bits, next[c]);
+            if (next[c] != kLast) gaps_of[c].record(to.places, to.bits, next[c]);
         }
         Steps<Word> steps_of[kMostClasses];
         Values<Word> whole;
         for (size_t i = 0; i < count; ++i) {
             const unsigned c = ranks.classes[i];
-            if (steps) {
-                const Word step = step_between(changes.before[i], changes.after[i], layout.floats);
-                steps_of[c].record(values, bits, step);
+            if (told == Told::steps) {
+                const Word step =
+                    step_between(changes.before[i], changes.after[i], layout.floats, shift);
+                steps_of[c].record(to.values, to.bits, step);
             } else {
-                whole.record(values, bits, changes.after[i]);
+                whole.record(to.values, to.bits, changes.after[i]);
             }
-            if (room.gaps[i] != kLast) gaps_of[c].record(places, bits, room.gaps[i]);
+            if (room.gaps[i] != kLast) gaps_of[c].record(to.places, to.bits, room.gaps[i]);
         }
-        uint8_t* const middle = room.symbols + places.most_bytes();
-        uint8_t* const end = middle + values.most_bytes();
-        SymbolCoder of_places(places, middle), of_values(values, end);
-        code_both(of_places, of_values);
-        return {
-            {of_places.finish(), middle}, {of_values.finish(), end}, {room.bits, bits.finish()}};
+        return to.coded(room);
+    }
+
+    static CodedStreams code_nibbles(Changes<Word> changes, size_t count, CodingRoom room) {
+        Recorders to(room);
+        Gaps gaps;
+        Nibbles nibbles;
+        uint64_t next = 0;  // the nibble after the last one that changes
+        for (size_t i = 0; i < count; ++i) {
+            const Word before = changes.before[i], after = changes.after[i];
+            for (Word rest = before ^ after; rest;) {
+                const auto nibble = unsigned(std::countr_zero(rest)) / 4;
+                const uint64_t place = changes.places[i] * uint64_t(kNibbles<Word>) + nibble;
+                gaps.record(to.places, to.bits, place - next);
+                nibbles.record(to.values, unsigned(before >> 4 * nibble & 0xf),
+                               unsigned(after >> 4 * nibble & 0xf));
+                next = place + 1;
+                rest = Word(rest & ~(Word(0xf) << 4 * nibble));
+            }
+        }
+        return to.coded(room);
     }
 
     static size_t changed(const Word* old, const Word* now, size_t n, BitLayout layout,
@@ -226,8 +288,8 @@ struct DeltaPass {
         return any |= *bits = Sixty4::template differing<Word>(padded[0], padded[1]);
     }
 
-    static bool decode(const CodedChanges& coded, const Piece* pieces, size_t count,
-                       Changes<Word> changes) {
+    static size_t decode(const CodedChanges& coded, const Piece* pieces, size_t count,
+                         Changes<Word> changes) {
         return Decoding<Sixty4, Word>(coded, changes).run(pieces, count);
     }
 
@@ -242,7 +304,8 @@ struct DeltaPass {
         return total;
     }
 
-    static constexpr DeltaReaders<Word> readers = {differ, changed, code, decode, sum};
+    static constexpr DeltaReaders<Word> readers = {differ,       changed, code,
+                                                   code_nibbles, decode,  sum};
 };
 
 template <class Sixty4>

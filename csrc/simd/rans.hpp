@@ -189,7 +189,7 @@ class SymbolCoder {
 // time.
 class BitRecorder {
   public:
-    explicit BitRecorder(uint8_t* bytes) : begin_(bytes), next_(bytes) {}
+    explicit BitRecorder(uint8_t* bytes) : next_(bytes) {}
 
     void record(uint64_t number, unsigned count) {
         waiting_ |= number << used_;
@@ -200,16 +200,13 @@ class BitRecorder {
         used_ %= 8;
     }
 
-    // Fills the last word with zeros, and returns where it ends.
+    // Fills the last byte with zeros, and returns where it ends.
     uint8_t* finish() {
         std::memcpy(next_, &waiting_, sizeof waiting_);
-        const size_t bytes = size_t(next_ - begin_) + (used_ > 0), words = (bytes + 7) / 8;
-        std::memset(begin_ + bytes, 0, 8 * words - bytes);
-        return begin_ + 8 * words;
+        return next_ + (used_ > 0);
     }
 
   private:
-    uint8_t* begin_;
     uint8_t* next_;
     uint64_t waiting_ = 0;
     unsigned used_ = 0;

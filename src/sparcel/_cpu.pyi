@@ -312,13 +312,14 @@ def delta_encode(
     fraction: int,
     most_classes: int,
     steps: bool,
-) -> tuple[list[int], list[int], bytes, bytes, bytes, int]: ...
+) -> tuple[list[int], int, bool, list[int], list[int], int, bytes, bytes, bytes, int]: ...
 def delta_decode(
     pieces: Sequence[Piece],
     itemsize: int,
     floats: bool,
     fraction: int,
-    steps: bool,
+    code: str,
+    shift: int,
     limits: Sequence[int],
     counts: Sequence[int],
     data: NumpyArray,

@@ -42,7 +42,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CODES = ("exponents", "steps", "values")
 
 KINDS = ("normal", "any bits", "special", "zeros")
-STEPS = ("next", "few", "wide", "any", "sign")
+STEPS = ("next", "few", "wide", "any", "sign", "nibble", "rounded", "alike")
 SHARES = (0.0, 0.002, 0.05, 0.5, 1.0)
 LAYOUTS = ("contiguous", "transposed", "strided", "offset")
 # Around 64 elements, which are looked at together, and longer than a block of 2048.
@@ -77,6 +77,9 @@ class Recipe:
         """Make the old and the new tensor."""
         generator = torch.Generator().manual_seed(self.seed)
         old = self._old(generator)
+        if self.step == "rounded":
+            half = 4 * self.dtype.itemsize
+            old = (bits_of(old) >> half << half).view(self.dtype)
         new = self._changed(old, generator)
         if self.dtype == torch.bool:  # it has no other bits
             before, other = bits_of(old) & 1, bits_of(old) != bits_of(new)
@@ -109,6 +112,12 @@ class Recipe:
                 new = bits + (any_bits >> shifts.to(bits.dtype))
             case "sign":
                 new = bits ^ torch.iinfo(bits.dtype).min
+            case "nibble":
+                new = bits ^ (1 << (any_bits & (width - 1) & ~3))
+            case "rounded":
+                new = bits + (1 - 2 * (any_bits & 1) << width // 2)
+            case "alike":
+                new = bits ^ 5
             case _:
                 new = any_bits
         changed = torch.rand(self.shape, generator=generator) < self.share
@@ -194,6 +203,8 @@ def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 @contextmanager
 def chunks_of(count: int) -> Iterator[None]:
     """Encode at most so many bytes of weights in a chunk."""
-    places = ("sparcel.delta.parts.CHUNK_BYTES", "sparcel.delta.encoding.CHUNK_BYTES")
-    with patch(places[0], count), patch(places[1], count):
+    with (
+        patch("sparcel.delta.encoding.CHUNK_BYTES", count),
+        patch("sparcel.delta.encoding.chunk_bytes", lambda *_: count),
+    ):
         yield

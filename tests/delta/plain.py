@@ -11,7 +11,9 @@ import json
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from math import prod
+from pathlib import Path
 from typing import Any
 
 # Bytes of an element, and bits of the fraction of a float; None means that the bits are counted as
@@ -30,19 +32,21 @@ DTYPES = {
     **dict.fromkeys(["uint32", "int32", "complex32"], (4, None)),
     **dict.fromkeys(["uint64", "int64", "complex64"], (8, None)),
 }
-END = 32  # zeros after the streams
 
+# ---- a chunk: a start of 28 bytes, three streams, a header
 
-# ---- a chunk: a start of 16 bytes, a header, three streams, 32 zeros
+PAGE = Path(__file__).parents[2] / "docs/reference/deltas-layout.md"
+DICTIONARY = PAGE.read_bytes().split(b"```text\n")[1].split(b"```")[0].replace(b"\n", b"")
 
 
 def read(chunk: bytes) -> tuple[dict[str, Any], list[bytes]]:
     """Return a chunk's header and three streams: symbols of places and of values, plain bits."""
-    magic, length, checksum, _ = struct.unpack_from("<4sIII", chunk)
-    assert magic == b"SPD1"
-    assert checksum == zlib.crc32(chunk[16:])
-    header = json.loads(zlib.decompress(chunk[16 : 16 + length]))
-    rest, streams = chunk[16 + length : -END], []
+    magic, length, checksum, _base, _sum = struct.unpack_from("<4sIIQQ", chunk)
+    assert magic == b"SPD2"
+    assert checksum == zlib.crc32(chunk[12:])
+    unpacker = zlib.decompressobj(-15, zdict=DICTIONARY)
+    header = json.loads(unpacker.decompress(chunk[-length:]))
+    rest, streams = chunk[28:-length], []
     for size in header["streams"]:
         streams.append(rest[:size])
         rest = rest[size:]
@@ -50,12 +54,23 @@ def read(chunk: bytes) -> tuple[dict[str, Any], list[bytes]]:
     return header, streams
 
 
-def numbers_of(piece: Sequence[Any]) -> list[int]:
+def pieces_of(header: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
+    """Return of each piece its tensor's name, and which of that tensor's elements it has."""
+    found, cuts = [], iter(header["cuts"])
+    for count, template, shape, columns in header["tensors"]:
+        for i in range(count):
+            numbers = [str(column[i]) for column in columns]
+            name = "".join(a + b for a, b in zip_longest(template, numbers, fillvalue=""))
+            found.append((name, numbers_of(shape, *next(cuts, []))))
+    return found
+
+
+def numbers_of(
+    shape: Sequence[int], first: int = 0, count: int | None = None, row: int = 0, stride: int = 0
+) -> list[int]:
     """Return which elements of a tensor, counted row by row, a piece consists of, in order."""
-    _, shape, *part = piece
-    if not part:
-        return list(range(prod(shape)))  # all of them
-    first, row, stride, count = part
+    count = prod(shape) if count is None else count
+    row, stride = row or count, stride or count  # without these, they follow one another
     return [first + i // row * stride + i % row for i in range(count)]
 
 
@@ -67,9 +82,10 @@ def decode(
     ``base`` has the bits of the old tensors, flat. New values in one class do not need it.
     """
     header, streams = read(chunk)
-    elements = [(piece[0], number) for piece in header["pieces"] for number in numbers_of(piece)]
+    pieces = pieces_of(header)
+    elements = [(name, number) for name, numbers in pieces for number in numbers]
     itemsize, _ = DTYPES[header["dtype"]]
-    changed: dict[str, dict[int, int]] = {piece[0]: {} for piece in header["pieces"]}
+    changed: dict[str, dict[int, int]] = {name: {} for name, _ in pieces}
     if header["code"] == "removed":
         return {}
     if header["code"] == "dense":  # all new values as they are
@@ -78,11 +94,44 @@ def decode(
             changed[name][number] = int.from_bytes(bits, "little")
         return changed
     old = [base[name][number] if base else 0 for name, number in elements]
-    sizes = [len(numbers_of(piece)) for piece in header["pieces"]]
-    for place, bits in changes(header, sizes, old, *streams):
+    if header["code"] == "xor":
+        found = xored(old, zlib.decompress(streams[2]))
+    elif header["code"] == "nibbles":
+        found = nibbles(header, itemsize, old, *streams)
+    else:
+        found = changes(header, [len(numbers) for _, numbers in pieces], old, *streams)
+    for place, bits in found:
         name, number = elements[place]
         changed[name][number] = bits
     return changed
+
+
+def xored(old: list[int], planes: bytes) -> Iterator[tuple[int, int]]:
+    """Yield what changes: first come the lowest bytes of all elements, then the next ones."""
+    for place, before in enumerate(old):
+        xor = int.from_bytes(planes[place :: len(old)], "little")
+        if xor:
+            yield place, before ^ xor
+
+
+def nibbles(
+    header: Mapping[str, Any], itemsize: int, old: list[int], *streams: bytes
+) -> Iterator[tuple[int, int]]:
+    """Yield what changes, where gaps and steps are those of nibbles, the lowest one first."""
+    places, values, bits = Symbols(streams[0]), Symbols(streams[1]), Bits(streams[2])
+    gaps, lowest, highest, others = Gaps(), Model(), Model(), Model()
+    new, after_last = dict[int, int](), 0
+    for _ in range(header["changes"][0]):
+        number = after_last + gaps.read(places, bits)
+        place, which = divmod(number, 2 * itemsize)
+        before = old[place] >> 4 * which & 15
+        model = {0: lowest, 7: highest}.get(before % 8, others)
+        after = (before + values.read(model)) % 16
+        new[place] = new.get(place, old[place]) ^ (before ^ after) << 4 * which
+        after_last = number + 1
+    assert places.finished()
+    assert values.finished()
+    yield from new.items()
 
 
 # ---- which elements change
@@ -121,7 +170,8 @@ def changes(
             to_skip[c] -= 1
             continue
         if header["code"] == "steps":
-            yield place, stepped(old[place], steps[c].read(values, bits), itemsize, fraction)
+            step = steps[c].read(values, bits)
+            yield place, stepped(old[place], step, itemsize, fraction, header["shift"])
         else:
             yield place, whole.read(values, bits)
         next_gap(c)
@@ -154,14 +204,18 @@ def class_of(bits: int, limits: list[int], itemsize: int, fraction: int | None) 
 # ---- steps: floats are counted in the order of their values, in which −0 comes right before 0
 
 
-def stepped(old: int, step: int, itemsize: int, fraction: int | None) -> int:
-    """Return the bits that lie ``step`` units in the last place above others, and wrap around."""
-    sign, mask = 1 << (8 * itemsize - 1), (1 << 8 * itemsize) - 1
+def stepped(old: int, step: int, itemsize: int, fraction: int | None, shift: int) -> int:
+    """Return the bits that lie ``step`` units in the last place above others, and wrap around.
+
+    The last ``shift`` bits are 0, and do not count.
+    """
+    old, width = old >> shift, 8 * itemsize - shift
+    sign, mask = 1 << (width - 1), (1 << width) - 1
     if fraction is None:
-        return (old + step) & mask
+        return ((old + step) & mask) << shift
     order = ~old & mask if old & sign else old | sign  # what is below 0 comes first, backwards
     order = (order + step) & mask
-    return order ^ sign if order & sign else ~order & mask
+    return (order ^ sign if order & sign else ~order & mask) << shift
 
 
 # ---- symbols: rANS with adaptive models of sixteen symbols

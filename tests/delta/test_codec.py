@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
+import math
 import random
-import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -59,6 +58,7 @@ from tests.delta.pairs import (
     recipes,
     same,
 )
+from tests.delta.repacking import framed, repacked
 from tests.kernels.paths import ISAS, isas, using
 
 
@@ -183,6 +183,139 @@ def test_steps_across_zero_and_to_the_ends() -> None:
             target = copied(model)
             apply_(target, encode(other, model, code=code))
             assert same(target, other)
+
+
+# ---- what is served
+
+
+def packed_by(bits: int, values: Tensor) -> Tensor:
+    """Pack nibbles into integers of so many bits, the first one lowest."""
+    shifts = torch.arange(0, bits, 4)
+    return (values.long().view(-1, bits // 4) << shifts).sum(1).to(INTEGERS[bits // 8])
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+def test_packed_values_are_coded_as_nibbles(bits: int) -> None:
+    """So they cost as much however they are packed: a place, and little more than a bit."""
+    generator = torch.Generator().manual_seed(0)
+    old = torch.randint(16, (1 << 20,), generator=generator)
+    moved = (old + 1 - 2 * torch.randint(2, old.shape, generator=generator)).clamp(0, 15)
+    new = torch.where(torch.rand(old.shape, generator=generator) < 1e-3, moved, old)
+    before, after = ({"w": packed_by(bits, values)} for values in (old, new))
+    (chunk,) = encode(after, before)
+    read, changed = read_chunk(chunk), int((old != new).sum())
+    elements = int((before["w"] != after["w"]).sum())
+    assert (read.code, read.changes) == ("nibbles", (changed, elements))
+    assert 8 * len(chunk) < (math.log2(1000) + 1.45 + 1.4) * changed + 1000
+    target = copied(before)
+    inverse = apply_(target, [chunk])
+    assert same(target, after)
+    assert inverse.changed == elements
+    inverse.undo()
+    assert same(target, before)
+    with pytest.raises(InputError, match="need the old weights"):
+        list(decode(chunk))
+
+
+@pytest.mark.parametrize(
+    ("wide", "narrow"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float64, torch.float32),
+        (torch.float16, torch.float8_e5m2),
+        (torch.int32, torch.int16),
+    ],
+    ids=str,
+)
+def test_values_of_a_narrower_dtype_cost_no_more_in_a_wider_one(
+    wide: torch.dtype, narrow: torch.dtype
+) -> None:
+    pair = Recipe(narrow, 50_000, share=0.02, step="few").pair()
+    integers = 0 if narrow in FLOATS else 9  # of these, multiples of a power of two
+    sizes = []
+    for old, new in (pair, [tensor.to(wide) * 2**integers for tensor in pair]):
+        chunks = list(encode({"w": new}, {"w": old}))
+        target = {"w": old.clone()}
+        apply_(target, chunks)
+        assert same(target, {"w": new})
+        sizes.append(sum(map(len, chunks)))
+    assert sizes[1] < 1.02 * sizes[0] + 20
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.int64], ids=str)
+def test_what_many_elements_do_alike_is_packed(dtype: torch.dtype) -> None:
+    """It takes no more than the XOR of all elements, packed."""
+    old, _ = Recipe(dtype, 100_000, "any bits").pair()
+    new = old.clone()
+    bits_of(new)[::3] ^= 0x35
+    (packed,) = encode({"w": new}, {"w": old})
+    xor = bits_of(old) ^ bits_of(new)
+    assert len(packed) < len(zlib.compress(xor.numpy(), 1))
+    assert (read_chunk(packed).code, read_chunk(packed).changed) == ("xor", int((xor != 0).sum()))
+    target = {"w": old.clone()}
+    apply_(target, [packed]).undo()
+    assert same(target, {"w": old})
+    apply_(target, [packed])
+    assert same(target, {"w": new})
+    with pytest.raises(InputError, match="need the old weights"):
+        list(decode(packed))
+    with pytest.raises(FormatError, match=r"XOR is wrong: .* bytes instead of"):
+        apply_({"w": old.clone()}, [_with_xor(packed, zlib.compress(bytes(9 << 20)))])
+    with pytest.raises(FormatError, match="XOR is wrong"):
+        apply_({"w": old.clone()}, [_with_xor(packed, b"no stream")])
+
+
+def _with_xor(chunk: bytes, xor: bytes) -> bytes:
+    def change(header: dict[str, Any], streams: bytearray) -> None:
+        streams[:] = xor
+        header["streams"] = [0, 0, len(xor)]
+
+    return repacked(chunk, change)
+
+
+def test_tensors_that_stay_are_not_named() -> None:
+    old = {f"layers.{i}.w": torch.zeros(8, dtype=torch.int8) for i in range(100)}
+    new = {**old, "layers.7.w": old["layers.7.w"] + 1, "layers.70.w": old["layers.70.w"] + 2}
+    (chunk,) = encode(new, old)
+    assert [piece.name for piece in read_chunk(chunk).pieces] == ["layers.7.w", "layers.70.w"]
+    assert len(chunk) < 150
+
+
+NAMES = (
+    "w",
+    "",
+    "0",
+    "a.1.b.2",
+    "a.10.b.2",
+    "a.01.b",
+    "a.2.b.07",
+    "9" * 30,
+    "²",
+    "٣.x",
+    "-1",
+    "a#3",
+)
+
+
+def test_names_with_numbers_in_them() -> None:
+    """What is told of a name together with others is the same name again."""
+    old = {name + more: torch.zeros(2) for name in NAMES for more in ("", ".0", "7")}
+    new = {name: tensor + 1 for name, tensor in old.items()}
+    (chunk,) = encode(new, old)
+    assert {piece.name for piece in read_chunk(chunk).pieces} == set(old)
+    apply_(old, [chunk])
+    assert same(old, new)
+
+
+def test_chunks_are_long_where_little_changes() -> None:
+    """As a header and models cost much beside few changes, and memory is for many of them."""
+    old = {f"w{i}": torch.zeros(1 << 21, dtype=torch.int16) for i in range(4)}
+    few, many = copied(old), copied(old)
+    for i in range(4):
+        few[f"w{i}"][:: 5000 + i] += 1
+        many[f"w{i}"][:: 5 + i] += 1
+    assert len(list(encode(few, old))) == 1
+    assert len(list(encode(many, old))) == 4
 
 
 def test_few_changes_are_short() -> None:
@@ -527,17 +660,6 @@ def test_the_source_of_chunks_may_fail() -> None:
 # ---- damage
 
 
-def repacked(chunk: bytes, change: Callable[[dict[str, Any], bytearray], None]) -> bytes:
-    """Change a chunk's header and streams, with the right checksum and lengths in its start."""
-    length = struct.unpack_from("<I", chunk, 4)[0]
-    header = json.loads(zlib.decompress(chunk[16 : 16 + length]))
-    rest = bytearray(chunk[16 + length :])
-    change(header, rest)
-    packed = zlib.compress(json.dumps(header).encode())
-    body = packed + bytes(rest)
-    return struct.pack("<4sIII", b"SPD1", len(packed), zlib.crc32(body), 0) + body
-
-
 def damaged(data: bytearray, random: random.Random) -> None:
     """Flip a bit, set some bytes, or copy some to another place."""
     place, length = random.randrange(len(data)), random.choice([1, 2, 8])
@@ -586,16 +708,17 @@ def _right_or_refused(chunks: list[bytes], error: type[Exception] = SparcelError
 
 HOSTILE = (None, True, -1, 0, 1, 7, 2**31, 2**62, 2**63, 2**64, 1e400, 0.5, "", "a", "-f", [], {})
 FIELDS = (
-    *("base", "target", "shard", "part", "last", "code", "dtype", "pieces", "sum", "new"),
-    *("limits", "changes", "streams"),
+    *("base", "target", "shard", "part", "last", "code", "dtype", "tensors", "cuts", "new"),
+    *("limits", "changes", "shift", "streams", "ties", "untied"),
 )
+WAYS = ("steps", "nibbles", "values", "dense", "xor", "removed")
 
 
 @given(
     codes,
     st.integers(0, 99),
     st.sampled_from(FIELDS),
-    st.sampled_from(HOSTILE) | st.sampled_from(["steps", "values", "dense", "removed", "int64"]),
+    st.sampled_from(HOSTILE) | st.sampled_from([*WAYS, "int64"]),
     st.lists(st.integers(0, 5), max_size=3),
 )
 def test_headers_of_a_hostile_chunk(
@@ -637,10 +760,22 @@ def test_fields_are_missing(field: str) -> None:
         {"shard": [0]},
         {"shard": [3, 2]},
         {"shard": [0, 0]},
-        {"pieces": [["w", [9], 0, 0, 1, 9]]},
-        {"pieces": [["w", [9], 1, 9, 9, 9]]},
-        {"pieces": [["w", [9], 0, 2, 1, 9]]},
-        {"pieces": [["w", [2**31 + 1]]]},
+        {"cuts": [[0, 9, 0, 1]]},
+        {"cuts": [[1, 9, 9, 9]]},
+        {"cuts": [[1, 9]]},
+        {"cuts": [[0, 9, 2, 1]]},
+        {"cuts": [[], []]},
+        {"tensors": [[1, ["w"], [2**31 + 1], []]]},
+        {"tensors": [[2, ["w"], [9], []], [1, ["v"], [9], []]], "cuts": [[]]},
+        {"tensors": [[2, ["w", ""], [9], [[1]]]]},
+        {"tensors": [[1, ["w", ""], [9], [[1, 2]]]]},
+        {"tensors": [[1, ["w"], [9], [[1]]]]},
+        {"tensors": [[1, ["w", ""], [9], [["x"]]]]},
+        {"tensors": [[1, [["w"]], [9], []]]},
+        {"tensors": [[10**9, ["w"], [9], []]]},
+        {"tensors": [[4000, ["w" * 9999, ""], [9], [list(range(4000))]]]},
+        {"shift": 32},
+        {"shift": 1, "code": "values"},
         {"changes": [10]},
         {"changes": [1, 2]},
         {"changes": []},
@@ -653,11 +788,15 @@ def test_fields_are_missing(field: str) -> None:
         {"dtype": "quint8"},
         {"dtype": "quint4x2"},
         {"dtype": "int32", "limits": [3], "changes": [1, 0]},
-        {"pieces": [["w", [9]], ["v", [0]]]},
-        {"pieces": [["w", [9]], ["v", [9], 0, 1, 1, 0]]},
-        {"pieces": [["w", [9]]] * 5000},
-        {"pieces": [["w", [2**40, 2**40], 0, 9, 9, 9]]},
-        {"pieces": [["w", [9]], ["v", [0, 2**40, 2**40]]], "code": "removed"},
+        {"tensors": [[1, ["w"], [9], []], [1, ["v"], [0], []]]},
+        {"tensors": [[2, ["w"], [9], []]], "cuts": [[], [0, 0]]},
+        {"tensors": [[5000, ["w"], [9], []]]},
+        {"tensors": [[1, ["w"], [2**40, 2**40], []]], "cuts": [[0, 9, 9, 9]]},
+        {"tensors": [[1, ["w"], [9], []], [1, ["v"], [0, 2**40, 2**40], []]], "code": "removed"},
+        {"changes": [73, 9], "code": "nibbles"},
+        {"changes": [7, 10], "code": "nibbles"},
+        {"changes": [], "code": "nibbles"},
+        {"limits": [3], "changes": [1, 0], "code": "nibbles"},
         {"code": "exponents"},
         {"new": True},
         {"code": "values", "limits": [3], "changes": [1, 0]},
@@ -694,9 +833,8 @@ def test_elements_that_several_processes_encode() -> None:
 
 
 def test_a_header_is_not_unpacked_without_end() -> None:
-    packed = zlib.compress(bytes(20 << 20), 9)
     with pytest.raises(FormatError, match="longer than"):
-        read_chunk(struct.pack("<4sIII", b"SPD1", len(packed), zlib.crc32(packed), 0) + packed)
+        read_chunk(framed(bytes(20 << 20), bytes(16)))
 
 
 @pytest.mark.parametrize("shape", [[2**45], [2**31, 2**31], [3]], ids=str)
@@ -706,21 +844,13 @@ def test_a_new_tensor_of_which_little_is_there(shape: list[int]) -> None:
 
     def change(header: dict[str, Any], _: bytearray) -> None:
         total = hashed(key, torch.zeros(1), bits)
-        header.update(pieces=[["w", shape, 0, 1, 1, 1]], sum=f"{total:x}")
+        header.update(tensors=[[1, ["w"], shape, []]], cuts=[[0, 1]], sum=total)
 
     (chunk,) = encode({"w": torch.zeros(1).bfloat16()}, {})
     target = Model()
     with pytest.raises(FormatError, match="'w' is there in part only"):
         apply_(target, [repacked(chunk, change)])
     assert not target
-
-
-def test_a_byte_that_nobody_reads() -> None:
-    chunk = bytearray(next(encode({"w": torch.ones(9)}, {"w": torch.zeros(9)})))
-    chunk[12] = 1
-    target = {"w": torch.zeros(9)}
-    apply_(target, [bytes(chunk)])
-    assert same(target, {"w": torch.ones(9)})
 
 
 def test_many_small_tensors() -> None:
@@ -731,8 +861,8 @@ def test_many_small_tensors() -> None:
         chunks = list(encode(new, old))
     assert [len(read_chunk(chunk).pieces) for chunk in chunks] == [50, 20]
     with (
-        patch("sparcel.delta.chunk.MOST_PIECES", 49),
-        pytest.raises(FormatError, match="50 pieces"),
+        patch("sparcel.delta.header.MOST_PIECES", 49),
+        pytest.raises(FormatError, match="more than 49 pieces"),
     ):
         apply_(old, chunks)
     apply_(old, chunks)
@@ -745,10 +875,10 @@ def test_a_header_with_many_dimensions() -> None:
     """They are not multiplied before they are counted."""
 
     def change(header: dict[str, Any], _: bytearray) -> None:
-        header.update(pieces=[["w", [9] * 3000]])
+        header.update(tensors=[[1, ["w"], [9] * 100, []]])
 
     (chunk,) = encode({"w": torch.zeros(9)}, {})
-    with pytest.raises(FormatError, match="3000 dimensions"):
+    with pytest.raises(FormatError, match="100 dimensions"):
         read_chunk(repacked(chunk, change))
 
 
@@ -880,7 +1010,7 @@ def test_a_step_is_made_once_and_where_it_was_prepared() -> None:
     before = copied(module.state_dict())
     prepared = prepare(module, encode({**before, "weight": before["weight"] + 1}, before))
     module.load_state_dict(copied(before), assign=True)
-    with pytest.raises(VersionError, match="'bias' was replaced since this delta was prepared"):
+    with pytest.raises(VersionError, match="'weight' was replaced since this delta was prepared"):
         prepared.apply()
     assert same(module.state_dict(), before)
 
@@ -980,25 +1110,30 @@ def test_kernels_check_what_they_are_given() -> None:
     piece, unknown = (words, 70, 1, 0, 70, 70), (None, 70, 1, 0, 70, 70)
     data = torch.zeros(64, dtype=torch.uint8).numpy()
     bad_decodes: list[tuple[Any, ...]] = [
-        ([piece], 4, True, 7, True, [], [1], data, 8, 16, 24),
-        ([piece], 3, True, 7, True, [], [1], data, 8, 16, 24),
-        ([piece], 2, True, 16, True, [], [1], data, 8, 16, 24),
-        ([piece], 2, True, 7, True, [], [71], data, 8, 16, 24),
-        ([piece], 2, True, 7, True, [3], [2**63, 2**63 + 1], data, 8, 16, 24),
-        ([piece], 2, True, 7, True, [], [], data, 8, 16, 24),
-        ([piece], 2, True, 7, True, [1], [1], data, 8, 16, 24),
-        ([piece], 2, True, 7, True, [*range(6)], [1] * 7, data, 8, 16, 24),
-        ([unknown], 2, True, 7, True, [3], [1, 1], data, 8, 16, 24),
-        ([piece], 2, True, 7, True, [], [1], data, 17, 16, 24),
-        ([piece], 2, True, 7, True, [], [1], data, 8, 25, 24),
-        ([piece], 2, True, 7, True, [], [1], data, 8, 16, 33),
-        ([(words, 70, 1, 0, 0, 70)], 2, True, 7, True, [], [1], data, 8, 16, 24),
-        ([(None, 2**31 + 1, 1, 0, 1, 1)], 2, True, 7, True, [], [1], data, 8, 16, 24),
+        ([piece], 4, True, 7, "steps", 0, [], [1], data, 8, 16, 24),
+        ([piece], 3, True, 7, "steps", 0, [], [1], data, 8, 16, 24),
+        ([piece], 2, True, 16, "steps", 0, [], [1], data, 8, 16, 24),
+        ([piece], 2, True, 7, "steps", 0, [], [71], data, 8, 16, 24),
+        ([piece], 2, True, 7, "steps", 0, [3], [2**63, 2**63 + 1], data, 8, 16, 24),
+        ([piece], 2, True, 7, "steps", 0, [], [], data, 8, 16, 24),
+        ([piece], 2, True, 7, "steps", 0, [1], [1], data, 8, 16, 24),
+        ([piece], 2, True, 7, "steps", 0, [*range(6)], [1] * 7, data, 8, 16, 24),
+        ([unknown], 2, True, 7, "steps", 0, [3], [1, 1], data, 8, 16, 24),
+        ([piece], 2, True, 7, "steps", 0, [], [1], data, 17, 16, 24),
+        ([piece], 2, True, 7, "steps", 0, [], [1], data, 8, 25, 24),
+        ([piece], 2, True, 7, "steps", 0, [], [1], data, 8, 16, 33),
+        ([piece], 2, True, 7, "others", 0, [], [1], data, 8, 16, 24),
+        ([piece], 2, True, 7, "steps", 16, [], [1], data, 8, 16, 24),
+        ([piece], 2, True, 7, "nibbles", 0, [3], [1, 1], data, 8, 16, 24),
+        ([piece], 2, True, 7, "nibbles", 0, [], [281], data, 8, 16, 24),
+        ([unknown], 2, True, 7, "nibbles", 0, [], [1], data, 8, 16, 24),
+        ([(words, 70, 1, 0, 0, 70)], 2, True, 7, "steps", 0, [], [1], data, 8, 16, 24),
+        ([(None, 2**31 + 1, 1, 0, 1, 1)], 2, True, 7, "steps", 0, [], [1], data, 8, 16, 24),
     ]
     for arguments in bad_decodes:
         with pytest.raises((ValueError, TypeError)):
             _cpu.delta_decode(*arguments)
-    assert _cpu.delta_decode([piece], 2, True, 7, True, [], [1], data, 8, 16, 24) is None
+    assert _cpu.delta_decode([piece], 2, True, 7, "steps", 0, [], [1], data, 8, 16, 24) is None
     place = torch.tensor([70], dtype=torch.int32)
     for wrong in (place, -place):
         with pytest.raises(ValueError, match="places must lie in the chunk"):

@@ -87,7 +87,7 @@ def test_a_chunk_has_several_classes_and_pieces() -> None:
         bits_of(tensor)[::3] += 1
     (chunk,) = encode(new, old)
     header, _ = plain.read(chunk)
-    assert len(header["pieces"]) == 2
+    assert len(plain.pieces_of(header)) == 2
     assert len(header["limits"]) > 2
     assert agree(new, old, "exponents") == 2000
 
@@ -95,9 +95,10 @@ def test_a_chunk_has_several_classes_and_pieces() -> None:
 def test_numbers_of_pieces() -> None:
     whole = torch.arange(4 * 6 * 5).view(4, 6, 5)
     piece = piece_of_slice("w", torch.int8, (4, 6, 5), (0, 2, 0), (4, 3, 5))
-    described = ["w", [4, 6, 5], piece.first, piece.row, piece.stride, piece.count]
-    assert plain.numbers_of(described) == whole[:, 2:5].flatten().tolist()
-    assert plain.numbers_of(["w", [4, 6, 5]]) == whole.flatten().tolist()
+    cut = (piece.first, piece.count, piece.row, piece.stride)
+    assert plain.numbers_of([4, 6, 5], *cut) == whole[:, 2:5].flatten().tolist()
+    assert plain.numbers_of([4, 6, 5], 7, 20) == list(range(7, 27))
+    assert plain.numbers_of([4, 6, 5]) == whole.flatten().tolist()
 
 
 @given(models(most=2))

@@ -357,14 +357,16 @@ def test_any_text_is_a_name(tmp_path: Path) -> None:
     assert load(tmp_path / anchor).keys() == weights.keys()
 
 
-@pytest.mark.parametrize(("where", "begun"), [("files", False), ("chunk", True)])
+@pytest.mark.parametrize(
+    ("where", "begun"), [("files._MOST_HEADER", False), ("header._MOST", True)]
+)
 def test_names_that_no_file_holds(tmp_path: Path, where: str, begun: bool) -> None:
     """Readers refuse longer headers, of whole models as of deltas, so they are not written."""
     publisher = Publisher(tmp_path)
     if begun:
         publisher.publish(WEIGHTS)
     before = publisher.version
-    too_long = patch(f"sparcel.delta.{where}._MOST_HEADER", 5000)
+    too_long = patch(f"sparcel.delta.{where}", 5000)
     with too_long, pytest.raises(InputError, match=r"names .*take .* bytes.* shorten them"):
         publisher.publish({"w" * 6000: torch.ones(3)})
     assert publisher.version == before == read_index(tmp_path).newest

@@ -19,7 +19,7 @@ from sparcel import delta
 from sparcel.comm import Communicator
 from sparcel.delta import sharded
 from sparcel.delta.parts import Part
-from sparcel.delta.pieces import Piece, piece_of_slice
+from sparcel.delta.pieces import CHUNK_BYTES, Piece, piece_of_slice
 from sparcel.delta.sharded import owned
 from sparcel.errors import InputError, SparcelError, VersionError
 
@@ -531,7 +531,7 @@ def test_a_slice_counts_as_the_whole_does(
     assert torch.equal(piece.numbers(torch.arange(piece.count)), local.view(-1))
     part = Part(piece, local)
     begin = 0
-    for one in part.pieces():
+    for one in part.pieces(CHUNK_BYTES):
         assert torch.equal(one.numbers(), part.gathered(one))
         assert part.begin_of(one) == begin
         begin += one.count

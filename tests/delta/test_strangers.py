@@ -7,7 +7,6 @@ import json
 import math
 import time
 import traceback
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -33,6 +32,7 @@ from sparcel.errors import FormatError, InputError, SparcelError, VersionError
 from sparcel.stores import remote
 from tests.delta.histories import history
 from tests.delta.pairs import same
+from tests.delta.repacking import repacked
 
 SECRET = "hunter2SECRET"
 
@@ -235,13 +235,7 @@ def forged(folder: Path, change: Callable[[dict[str, Any]], None], times: int = 
     (path,) = folder.glob("delta*")
     file = File(path.read_bytes(), path.name)
     chunk = bytes(file.chunks()[0])
-    length = int.from_bytes(chunk[4:8], "little")
-    header = json.loads(zlib.decompress(chunk[16 : 16 + length]))
-    change(header)
-    packed = zlib.compress(json.dumps(header).encode(), 9)
-    body = packed + chunk[16 + length :]
-    made = b"SPD1" + len(packed).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little")
-    made += bytes(4) + body
+    made = repacked(chunk, lambda header, _: change(header))
     parts = delta_file([made] * times, file.version("base"), file.version())
     path.write_bytes(b"".join(map(bytes, parts)))
     index = read_index(folder)
@@ -254,7 +248,7 @@ def forged(folder: Path, change: Callable[[dict[str, Any]], None], times: int = 
 BOMBS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "names": (lambda header: header.update(untied=["a"] * 1_000_000), "longer than"),
     "lists": (lambda header: header.update(untied=[[]] * 70_000, x="[" * 99_000), "longer than"),
-    "pieces": (lambda header: header.update(pieces=[["a", [1]]] * 4000), "longer than"),
+    "tensors": (lambda header: header.update(tensors=[[1, ["a"], [1], []]] * 4000), "longer than"),
 }
 
 

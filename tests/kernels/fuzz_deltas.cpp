@@ -70,11 +70,17 @@ template <class Word>
 Words<Word> changed(const Words<Word>& old) {
     Words<Word> now = old;
     const uint64_t each = one_in(4) ? 1 : 1 + below(50), width = 1 + below(8 * sizeof(Word));
+    const uint64_t zeros = one_in(4) ? below(width) : 0;
     for (Word& element : now) {
         if (!one_in(each)) continue;
-        element = Word(element + (engine() >> (64 - width)) + 1);
+        element = Word(element + (((engine() >> (64 - width)) + 1) << zeros));
     }
     return now;
+}
+
+Told draw_told() {
+    if (one_in(4)) return Told::values;
+    return one_in(3) ? Told::nibbles : Told::steps;
 }
 
 // The streams of a chunk, in memory that ends where a decoder must stop reading.
@@ -101,9 +107,10 @@ struct Coded {
     std::vector<CodedBytes*> streams() { return {&changes.places, &changes.values, &changes.bits}; }
 };
 
+// Codes how pieces differ, of which those are left out that do not change.
 template <class Word>
-Coded encode(const std::vector<Piece>& old, const std::vector<Piece>& now, BitLayout layout,
-             unsigned most, bool steps) {
+Coded encode(std::vector<Piece>& old, std::vector<Piece>& now, BitLayout layout, unsigned most,
+             Told told) {
     Classes classes;
     if (layout.floats && most > 1) {
         classes = classes_for(sampled_exponents<Word>(old, now, layout), most);
@@ -112,9 +119,14 @@ Coded encode(const std::vector<Piece>& old, const std::vector<Piece>& now, BitLa
     std::vector<uint32_t> rank(elements_of(old));
     std::vector<uint8_t> of_class(elements_of(old));
     const Ranks ranks{rank.data(), of_class.data()};
-    const size_t count = find_changes(old, now, layout, classes, changes.view(), ranks);
-    const Streams streams = code_changes(changes.view(), count, ranks, layout, classes, steps);
-    Coded coded{{layout, classes, steps, {}, {}, {}}, {}};
+    std::vector<size_t> kept;
+    const size_t count = find_changes(old, now, layout, classes, changes.view(), ranks, kept);
+    for (size_t i = 0; i < kept.size(); ++i) old[i] = old[kept[i]], now[i] = now[kept[i]];
+    old.resize(kept.size()), now.resize(kept.size());
+    const unsigned shift = told == Told::steps ? zeros_below(changes.view(), count) : 0;
+    const Streams streams =
+        code_changes(changes.view(), count, ranks, layout, classes, told, shift);
+    Coded coded{{layout, classes, told, shift, {}, {}, {}}, {}};
     std::vector<size_t> sizes;
     for (const CodedBytes& stream :
          {streams.coded.places, streams.coded.values, streams.coded.bits}) {
@@ -135,12 +147,15 @@ bool decode(const CodedChanges& coded, const std::vector<Piece>& pieces) {
     Words<Word> before(count), after(count);
     const Changes<Word> changes{places.data(), before.data(), after.data()};
     const auto& passes = kernels().delta.readers<Word>();
-    if (!passes.decode(coded, pieces.data(), pieces.size(), changes)) return false;
+    const size_t found = passes.decode(coded, pieces.data(), pieces.size(), changes);
+    if (found == kTorn) return false;
+    expect(found <= count, "more changes than there is room for");
     const size_t total = elements_of(pieces);
+    places.resize(found);
     for (const uint32_t place : places) expect(place < total, "a place outside was accepted");
-    hashed_changes(pieces, changes, count);
+    hashed_changes(pieces, changes, found);
     if (std::all_of(pieces.begin(), pieces.end(), [](const Piece& p) { return p.known(); })) {
-        swap_changes(pieces, places.data(), after.data(), count);
+        swap_changes(pieces, places.data(), after.data(), found);
     }
     return true;
 }
@@ -149,7 +164,8 @@ bool decode(const CodedChanges& coded, const std::vector<Piece>& pieces) {
 // there are not more changes than elements.
 void damage(Coded& coded, size_t total) {
     Classes& classes = coded.changes.classes;
-    if (one_in(8)) {
+    const bool nibbles = coded.changes.told == Told::nibbles;
+    if (one_in(8) && !nibbles) {
         const unsigned count = 1 + unsigned(below(kMostClasses));
         for (unsigned c = 0; c < kMostClasses; ++c) {
             classes.limits[c] = c + 1 < count ? uint8_t(engine() >> (56 + below(8))) : 0;
@@ -191,20 +207,25 @@ std::vector<Piece> moved(std::vector<Piece> pieces, Words<Word>& elements) {
 // the damaged ones were accepted.
 template <class Word>
 bool read() {
-    const BitLayout layout{!one_in(4), draw_fraction(sizeof(Word))};
+    const Told told = draw_told();
+    const BitLayout layout{told != Told::nibbles && !one_in(4), draw_fraction(sizeof(Word))};
     const std::vector<size_t> counts = draw_counts();
     const size_t total = std::accumulate(counts.begin(), counts.end(), size_t{0});
     Words<Word> old = draw_elements<Word>(total, layout), now = changed(old), target = old;
-    const std::vector<Piece> pieces = pieces_of(counts, old);
+    std::vector<Piece> pieces = pieces_of(counts, old), others = moved(pieces, now);
     const auto most = unsigned(1 + below(kMostClasses));
-    Coded coded = encode<Word>(pieces, moved(pieces, now), layout, most, !one_in(4));
-    const bool back = decode<Word>(coded.changes, moved(pieces, target)) && target == now;
+    Coded coded = encode<Word>(pieces, others, layout, most, told);
+    others = pieces;
+    for (Piece& piece : others) {
+        piece.elements = target.data() + (static_cast<Word*>(piece.elements) - old.data());
+    }
+    const bool back = decode<Word>(coded.changes, others) && target == now;
     expect(back, "changes do not come back");
 
-    damage(coded, total);
+    damage(coded, elements_of(pieces) * (told == Told::nibbles ? kNibbles<Word> : 1));
     if (one_in(4)) mutate(bytes_of(old));
-    std::vector<Piece> others = pieces;
-    if (coded.changes.classes.count == 1 && one_in(2)) {
+    others = pieces;
+    if (told != Told::nibbles && coded.changes.classes.count == 1 && one_in(2)) {
         for (Piece& piece : others) piece.elements = nullptr;
     }
     return decode<Word>(coded.changes, others);

@@ -15,8 +15,9 @@ from sparcel.delta.applying import Inverse, Prepared, apply_, assign_, prepare
 from sparcel.delta.broadcast import Arriving, broadcast
 from sparcel.delta.chunk import Version
 from sparcel.delta.decoding import Change, decode
-from sparcel.delta.encoding import encode, version_of
+from sparcel.delta.encoding import encode
 from sparcel.delta.index import Entry, Index, read_index
+from sparcel.delta.making import version_of
 from sparcel.delta.publisher import Publisher
 from sparcel.delta.sharded import ShardedPublisher
 from sparcel.delta.subscriber import Ready, Subscriber, Update

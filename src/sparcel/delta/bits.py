@@ -100,14 +100,15 @@ def key_of(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return int.from_bytes(hashlib.blake2b(what, digest_size=8).digest(), "little")
 
 
-def stepped(before: Tensor, steps: Tensor, floats: bool) -> Tensor:
+def stepped(before: Tensor, steps: Tensor, floats: bool, shift: int = 0) -> Tensor:
     """Return the bits, as integers, that lie so many units in the last place from others.
 
-    Floats are counted in the order of their values, in which −0 comes right before 0.
+    Floats are counted in the order of their values, in which −0 comes right before 0. The last
+    ``shift`` bits of all values are 0, and do not count.
     """
     if not floats:
-        return before + steps
-    return _reordered(_reordered(before) + steps)
+        return before + (steps << shift)
+    return _reordered((_reordered(before) >> shift) + steps << shift) >> shift << shift
 
 
 def _reordered(bits: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -12,7 +13,8 @@ from torch import Tensor
 from sparcel import _cpu
 from sparcel.delta.bits import bits_of, hashed, stepped
 from sparcel.delta.chunk import Chunk, read_chunk
-from sparcel.delta.encoding import kernel_piece, kernel_pieces
+from sparcel.delta.making import kernel_piece, kernel_pieces
+from sparcel.delta.parsing import malformed
 from sparcel.delta.parts import Part, Weights, parts_of
 from sparcel.delta.pieces import Piece
 from sparcel.errors import FormatError, InputError, VersionError, few, shown
@@ -82,7 +84,7 @@ def decode(chunk: bytes | memoryview | Chunk, base: Weights | None = None) -> It
         If the chunk needs ``base``, and it is not given.
     """
     chunk = chunk if isinstance(chunk, Chunk) else read_chunk(chunk)
-    if base is None and chunk.code == "steps":
+    if base is None and chunk.code in ("steps", "nibbles", "xor"):
         raise InputError('steps need the old weights: pass base=, or encode with code="values"')
     yield from found_in(chunk, None if base is None else parts_of(base)).changes()
 
@@ -159,26 +161,30 @@ def found_in(chunk: Chunk, parts: Mapping[str, Part] | None) -> Found:
             _check_tensor(chunk, piece, parts)
     if chunk.code == "dense":
         return _all_found(chunk, parts)
+    if chunk.code == "xor" and parts is not None:
+        return _found_on_device(_xor_found(chunk), parts)
     if chunk.code == "removed":
         if parts is not None:
             old = kernel_pieces(chunk.pieces, parts)
             _check_sum(chunk, -_cpu.delta_sum(old, chunk.layout.itemsize))
         none = torch.empty(0, dtype=torch.int32)
         return Found(chunk, none, none.to(chunk.layout.integers))
-    on_device = parts is not None and not chunk.limits and not on_host(chunk, parts)
+    by_places = not chunk.limits and chunk.code != "nibbles"
+    on_device = parts is not None and by_places and not on_host(chunk, parts)
     held = kernel_pieces(chunk.pieces, None if on_device else parts)
     decoded = _cpu.delta_decode(
         held,
         *chunk.layout.coded,
-        chunk.code == "steps",
+        chunk.code,
+        chunk.shift,
         chunk.limits,
-        chunk.changes,
+        chunk.counts,
         np.frombuffer(chunk.streams, np.uint8),
         chunk.lengths[0],
+        sum(chunk.lengths[:2]),
         sum(chunk.lengths),
-        len(chunk.streams) - _cpu.CODE_SLACK,
     )
-    if decoded is None:
+    if decoded is None or len(decoded[0]) != chunk.changed:
         raise _not_this_base(chunk)
     places, after, total = decoded
     if on_device and parts is not None:
@@ -268,17 +274,35 @@ def _found_on_device(found: Found, parts: Mapping[str, Part]) -> Found:
             raise _not_this_base(chunk)
         before, after = part.take(local), values.to(part.local.device)
         if chunk.code == "steps":
-            after = stepped(before, after, chunk.layout.floats)
+            after = stepped(before, after, chunk.layout.floats, chunk.shift)
+        elif chunk.code == "xor":
+            after = before ^ after
         total += hashed(piece.key, numbers, after) - hashed(piece.key, numbers, before)
         afters.append(after.cpu())
     _check_sum(chunk, total)
     return Found(chunk, found.places, torch.cat(afters))
 
 
+def _xor_found(chunk: Chunk) -> Found:
+    """Unpack what old bits differ by from new ones: bytes by their place in an element."""
+    itemsize = chunk.layout.itemsize
+    size = chunk.elements * itemsize
+    unpacker = zlib.decompressobj()
+    with malformed("a chunk's XOR is wrong"):
+        planes = unpacker.decompress(chunk.streams[: chunk.lengths[2]], size + 1)
+        if len(planes) != size or not unpacker.eof:
+            raise ValueError(f"it has {len(planes)} bytes instead of {size}")
+    elements = np.frombuffer(planes, np.uint8).reshape(itemsize, -1).T.copy()
+    xor = torch.from_numpy(elements.view(f"i{itemsize}").ravel())
+    places = xor.nonzero().squeeze(1)
+    return Found(chunk, places.int(), xor[places])
+
+
 def _all_found(chunk: Chunk, parts: Mapping[str, Part] | None) -> Found:
     """Take all elements of a dense chunk."""
-    itemsize, end = chunk.layout.itemsize, len(chunk.streams) - _cpu.CODE_SLACK
-    after = torch.from_numpy(np.frombuffer(chunk.streams[:end], f"i{itemsize}").copy())
+    itemsize = chunk.layout.itemsize
+    elements = memoryview(chunk.streams)[: chunk.lengths[2]]
+    after = torch.from_numpy(np.frombuffer(elements, f"i{itemsize}").copy())
     old = [] if parts is None else kernel_pieces(chunk.pieces, parts)
     found = Found(chunk, None, after, old if _in_place(chunk, parts) else None)
     if chunk.new or parts is not None:

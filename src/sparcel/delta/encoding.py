@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 import torch
-from torch import Tensor
 
-from sparcel import _cpu
 from sparcel._checks import checked_whole
 from sparcel.delta.bits import layout_of
-from sparcel.delta.chunk import MOST_NUMBER, MOST_SHARDS, Chunk, Version
+from sparcel.delta.chunk import MOST_ELEMENTS, MOST_NUMBER, MOST_SHARDS, Chunk, Version
+from sparcel.delta.header import template_of
+from sparcel.delta.making import CODES, changed, new, removed
 from sparcel.delta.parts import Part, Weights, parts_of, ties_of, untied
 from sparcel.delta.pieces import CHUNK_BYTES, MOST_PIECES, Piece
+from sparcel.delta.threads import in_threads
 from sparcel.errors import checked_name
 
-T = TypeVar("T")
-
-CODES = {"exponents": (_cpu.MOST_CLASSES, True), "steps": (1, True), "values": (1, False)}
-"""How many classes of exponents a code has, and whether it holds steps or new values."""
+_ENOUGH = 1 << 16
+"""Changes that a header and what models learn cost little beside."""
+_MOST_BYTES = 32 << 20
+"""Most bytes of weights in a chunk, however few of them change."""
+_SAMPLES, _SAMPLE = 16, 1 << 11
+"""Places at which elements are sampled, and how many there."""
 
 
 def encode(
@@ -65,8 +66,8 @@ def encode(
     Yields
     ------
     bytes
-        A chunk, of at most 4 MiB of weights and 4096 pieces of tensors. There is at least one, even
-        if nothing changes.
+        A chunk, of at most 4096 pieces of tensors, and of 4 MiB of weights, or of 32 MiB if few of
+        these change. There is at least one, even if nothing changes.
 
     Raises
     ------
@@ -107,135 +108,66 @@ def encode_parts(
 def _jobs(
     now: Mapping[str, Part], old: Mapping[str, Part], code: str, blank: Chunk
 ) -> Iterator[Callable[[], Chunk | None]]:
-    """Yield a job for each chunk; a chunk takes tensors of one dtype until it is full."""
+    """Yield a job for each chunk."""
     kept = {name for name, part in now.items() if name in old and part.piece == old[name].piece}
-    for name, part in old.items():
-        if name not in kept and (part.piece.count or not part.piece.size):
-            yield partial(_removed, blank, part)
+    gone = [part.piece for name, part in old.items() if name not in kept]
+    for pieces in _filled((one for one in gone if one.count or not one.size), CHUNK_BYTES):
+        yield partial(removed, blank, pieces, old)
+    for names in _alike(now[name].piece for name in now if name in kept):
+        nbytes = chunk_bytes(names, now, old)
+        every = (piece for name in names for piece in now[name].pieces(nbytes))
+        for pieces in _filled((piece for piece in every if piece.count), nbytes):
+            yield partial(changed, blank, pieces, now, old, code)
+    for names in _alike(now[name].piece for name in now if name not in kept):
+        every = (piece for name in names for piece in now[name].pieces(CHUNK_BYTES))
+        for pieces in _filled(every, CHUNK_BYTES):
+            yield partial(new, blank, pieces, now)
+
+
+def _alike(pieces: Iterable[Piece]) -> Iterator[list[str]]:
+    """Yield the names of tensors of each dtype; alike ones follow one another."""
+    by_dtype: dict[torch.dtype, list[str]] = defaultdict(list)
+    for piece in pieces:
+        by_dtype[piece.dtype].append(piece.name)
+    for names in by_dtype.values():
+        yield sorted(names, key=template_of)
+
+
+def _filled(pieces: Iterable[Piece], nbytes: int) -> Iterator[list[Piece]]:
+    """Yield the pieces of each chunk: of one dtype, until it is full."""
     waiting: list[Piece] = []
     size = 0
-    for piece in (piece for name in now if name in kept for piece in now[name].pieces()):
-        nbytes = piece.count * piece.dtype.itemsize
-        full = size + nbytes > CHUNK_BYTES or len(waiting) == MOST_PIECES
+    for piece in pieces:
+        more = piece.count * piece.dtype.itemsize
+        full = size + more > nbytes or len(waiting) == MOST_PIECES
         if waiting and (full or waiting[0].dtype != piece.dtype):
-            yield partial(_changed, blank, waiting, now, old, code)
+            yield waiting
             waiting, size = [], 0
-        if piece.count:
-            waiting.append(piece)
-            size += nbytes
+        waiting.append(piece)
+        size += more
     if waiting:
-        yield partial(_changed, blank, waiting, now, old, code)
-    for name, part in now.items():
-        if name not in kept:
-            for piece in part.pieces():
-                yield partial(_new, blank, part, piece)
+        yield waiting
 
 
-def kernel_piece(piece: Piece, bits: Tensor | None) -> _cpu.Piece:
-    """Return a piece as the compiled kernels take it, with its bits on the host, or without any."""
-    there = None if bits is None else bits.cpu()
-    return (there, piece.count, piece.key, piece.first, piece.row, piece.stride)
+def chunk_bytes(names: list[str], now: Mapping[str, Part], old: Mapping[str, Part]) -> int:
+    """Return how many bytes of tensors of one dtype go into a chunk.
 
-
-def kernel_pieces(pieces: Iterable[Piece], parts: Mapping[str, Part] | None) -> list[_cpu.Piece]:
-    """Return pieces as the compiled kernels take them, with the bits that parts hold, if given."""
-    if parts is None:
-        return [kernel_piece(piece, None) for piece in pieces]
-    return [kernel_piece(piece, parts[piece.name].gathered(piece)) for piece in pieces]
-
-
-def _changed(
-    blank: Chunk,
-    pieces: list[Piece],
-    now: Mapping[str, Part],
-    old: Mapping[str, Part],
-    code: str,
-) -> Chunk | None:
-    layout = layout_of(pieces[0].dtype)
-    classes, steps = CODES[code]
-    after = kernel_pieces(pieces, now)
-    limits, changes, places, values, bits, total = _cpu.delta_encode(
-        kernel_pieces(pieces, old), after, *layout.coded, classes, steps
-    )
-    if not any(changes):
-        return None
-    streams = places + values + bits
-    if len(streams) >= sum(piece.count for piece in pieces) * layout.itemsize:
-        return _dense(blank, pieces, after, total, new=False)
-    return replace(
-        blank,
-        code="steps" if steps else "values",
-        layout=layout,
-        pieces=tuple(pieces),
-        sum=total,
-        limits=tuple(limits),
-        changes=tuple(changes),
-        lengths=(len(places), len(values)),
-        streams=streams,
-    )
-
-
-def _dense(
-    blank: Chunk, pieces: list[Piece], now: list[_cpu.Piece], total: int, new: bool
-) -> Chunk:
-    return replace(
-        blank,
-        code="dense",
-        layout=layout_of(pieces[0].dtype),
-        pieces=tuple(pieces),
-        sum=total,
-        new=new,
-        streams=b"".join(bits.numpy().tobytes() for bits, *_ in now if bits is not None),
-    )
-
-
-def _new(blank: Chunk, part: Part, piece: Piece) -> Chunk:
-    there = [kernel_piece(piece, part.gathered(piece))]
-    return _dense(blank, [piece], there, _cpu.delta_sum(there, piece.dtype.itemsize), new=True)
-
-
-def _removed(blank: Chunk, part: Part) -> Chunk:
-    layout, total = layout_of(part.piece.dtype), -sum_of(part) % (1 << 64)
-    return replace(blank, layout=layout, pieces=(part.piece,), sum=total)
-
-
-def sum_of(part: Part) -> int:
-    """Return the sum (64 bits) of what a part's elements add to that of their version."""
-    total = 0
-    for piece in part.pieces():
-        total += _cpu.delta_sum([kernel_piece(piece, part.gathered(piece))], piece.dtype.itemsize)
-    return total % (1 << 64)
-
-
-def version_of(tensors: Weights, number: int = 0) -> Version:
-    """Return the version that weights are; of DTensors, the sum counts this rank's shards."""
-    jobs = [partial(sum_of, part) for part in untied(parts_of(tensors)).values()]
-    return Version(number, sum(in_threads(iter(jobs))) % (1 << 64))
-
-
-def in_threads(jobs: Iterator[Callable[[], T]]) -> Iterator[T]:
-    """Run jobs in as many threads as torch uses, and yield their results in order."""
-    threads = torch.get_num_threads()
-    yield from in_pool(jobs, threads) if threads > 1 else (job() for job in jobs)
-
-
-def in_pool(jobs: Iterator[Callable[[], T]], threads: int) -> Iterator[T]:
-    """Run jobs in other threads than the one that calls, and yield their results in order.
-
-    On a GPU they are in the stream of the one that calls. All that have begun are awaited, unless
-    a second interrupt comes.
+    Few changes pay for few headers and models: as many bytes as have `_ENOUGH` of them, by the
+    share in a sample.
     """
-    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-
-    def run(job: Callable[[], T]) -> T:
-        with torch.cuda.stream(stream):
-            return job()
-
-    with ThreadPoolExecutor(threads) as pool:
-        waiting: deque[Future[T]] = deque()
-        for job in jobs:
-            waiting.append(pool.submit(run, job))
-            if len(waiting) > threads:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+    itemsize = now[names[0]].piece.dtype.itemsize
+    total = sum(now[name].piece.count for name in names)
+    if total * itemsize <= CHUNK_BYTES:
+        return CHUNK_BYTES
+    differ = looked_at = begin = number = 0
+    for name in names:
+        while number < _SAMPLES and begin + now[name].piece.count > number * total // _SAMPLES:
+            first = number * total // _SAMPLES - begin
+            last = min(first + _SAMPLE, now[name].piece.count)
+            a, b = (side[name].elements(first, last).cpu() for side in (now, old))
+            differ += int((a != b).sum())
+            looked_at += last - first
+            number += 1
+        begin += now[name].piece.count
+    enough = _ENOUGH * looked_at // max(differ, 1) * itemsize
+    return min(max(enough, CHUNK_BYTES), _MOST_BYTES, MOST_ELEMENTS * itemsize)

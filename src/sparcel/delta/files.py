@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from sparcel.delta.bits import LAYOUTS
-from sparcel.delta.chunk import Version, is_too_nested, loads, malformed, whole
+from sparcel.delta.chunk import Version
+from sparcel.delta.parsing import is_too_nested, loads, malformed, whole
 from sparcel.delta.parts import Part, parts_of, ties_of, untied
-from sparcel.delta.pieces import MOST_DIMS
+from sparcel.delta.pieces import CHUNK_BYTES, MOST_DIMS
 from sparcel.errors import FormatError, InputError, few, shown
 from sparcel.training.names import model_names
 
@@ -72,7 +73,7 @@ def anchor_file(tensors: Mapping[str, Tensor], version: Version) -> Iterator[byt
     checked = {"ties": ties, "ties_crc": f"{crc32(ties.encode()):08x}"}
     yield _header(described, {"kind": "anchor", **checked, **_told("version", version)})
     for part in parts.values():
-        for piece in part.pieces():
+        for piece in part.pieces(CHUNK_BYTES):
             yield part.gathered(piece).cpu().view(torch.uint8).numpy().data
 
 

@@ -13,7 +13,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sparcel.delta.chunk import Version, is_too_nested, loads, malformed, whole
+from sparcel.delta.chunk import Version
+from sparcel.delta.parsing import is_too_nested, loads, malformed, whole
 from sparcel.errors import InputError, VersionError, few
 from sparcel.stores import DoubtedStore, Store, read_at_most, store_at
 

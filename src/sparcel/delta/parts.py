@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
 from sparcel.delta.bits import LAYOUTS, bits_of
-from sparcel.delta.pieces import CHUNK_BYTES, Piece, piece_of_shard, whole_piece
+from sparcel.delta.pieces import Piece, piece_of_shard, whole_piece
 from sparcel.errors import InputError, shown
 from sparcel.training.names import model_names
 
@@ -108,9 +108,9 @@ class Part:
     def _at(self, places: Tensor) -> tuple[Tensor, ...]:
         return (places,) if self.bits.dim() == 1 else torch.unravel_index(places, self.bits.shape)
 
-    def pieces(self) -> Iterator[Piece]:
-        """Cut the part into pieces of at most `CHUNK_BYTES`; an empty tensor is one, too."""
-        piece, most = self.piece, CHUNK_BYTES // self.piece.dtype.itemsize
+    def pieces(self, nbytes: int) -> Iterator[Piece]:
+        """Cut the part into pieces of at most so many bytes; an empty tensor is one, too."""
+        piece, most = self.piece, nbytes // self.piece.dtype.itemsize
         if piece.count <= most:
             if piece.count or not piece.size:
                 yield piece

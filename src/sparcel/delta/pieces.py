@@ -15,7 +15,7 @@ from sparcel.delta.bits import key_of
 from sparcel.errors import InputError, shown
 
 CHUNK_BYTES = 4 << 20
-"""Most bytes of weights in a chunk: a chunk learns its models anew, and waits in memory."""
+"""Most bytes of weights in a chunk of many changes: these wait in memory."""
 
 MOST_PIECES = 1 << 12
 """Most pieces in a chunk: each one is described in its header."""

@@ -14,10 +14,11 @@ from sparcel._checks import checked_whole
 from sparcel.delta.applying import apply_
 from sparcel.delta.base import copied, remembered
 from sparcel.delta.chunk import Version, read_chunk
-from sparcel.delta.encoding import CODES, encode_parts, version_of
+from sparcel.delta.encoding import encode_parts
 from sparcel.delta.files import File, anchor_file, check_storable, delta_file
 from sparcel.delta.index import Entry, Index, file_name
 from sparcel.delta.index_writer import IndexWriter
+from sparcel.delta.making import CODES, version_of
 from sparcel.delta.parts import Part, Weights, parts_of, tensors_of, untied
 from sparcel.delta.subscriber import Subscriber
 from sparcel.errors import FormatError, InputError, VersionError, checked_name, shown

@@ -19,12 +19,14 @@ from sparcel.delta.base import copied
 from sparcel.delta.bits import key_of, signed
 from sparcel.delta.chunk import Version, read_chunk
 from sparcel.delta.decoding import found_in
-from sparcel.delta.encoding import CODES, encode_parts, in_threads
+from sparcel.delta.encoding import encode_parts
 from sparcel.delta.files import check_storable, delta_file
 from sparcel.delta.index import file_name
 from sparcel.delta.index_writer import IndexWriter
+from sparcel.delta.making import CODES
 from sparcel.delta.parts import Part, Weights, parts_of, tensors_of, ties_of, untied
 from sparcel.delta.pieces import Piece
+from sparcel.delta.threads import in_threads
 from sparcel.errors import InputError, MismatchError, VersionError, checked_name, shown
 from sparcel.stores import Store, store_at
 

@@ -25,9 +25,9 @@ from sparcel.delta.applying import (
 )
 from sparcel.delta.chunk import Version, read_chunk
 from sparcel.delta.decoding import Change
-from sparcel.delta.encoding import version_of
 from sparcel.delta.files import File
 from sparcel.delta.index import Entry, Index, read_index
+from sparcel.delta.making import version_of
 from sparcel.delta.parts import tensors_of
 from sparcel.errors import FormatError, InputError, VersionError, shown
 from sparcel.stores import Store, read_at_most, store_at

@@ -45,7 +45,7 @@ def diff(
 
     Tensors are compared bit by bit, so nothing is lost. Checkpoints may be larger than memory.
     """
-    from sparcel.delta.encoding import CODES
+    from sparcel.delta.making import CODES
     from sparcel.delta.parts import tensors_of
     from sparcel.errors import checked_name
 
