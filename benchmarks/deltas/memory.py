@@ -20,7 +20,7 @@ LENGTH = 8
 
 
 def remembered(before: Path, after: Path, elements: int) -> Iterator[Row]:
-    """Yield what each way takes at most, for a pair of weights put side by side till it is large.
+    """Yield what each way takes at most, for a pair of weights repeated till it is large.
 
     Each measurement has a process of its own, whose resident set has nothing but modules, weights
     and what is measured. Buffers are written to a file as they come, and read as they are asked
@@ -83,12 +83,10 @@ def _buffers(file: Path) -> Iterator[bytes]:
 
 
 def tiled(file: Path, elements: int) -> Weights:
-    """Return copies of weights side by side, in tensors as large as they are in the file."""
-    weights, every = load_file(file), Weights()
+    """Return tensors of copies of weights, one after the other, as large as those of large models."""
+    weights = load_file(file)
     copies = -(-elements // sum(tensor.numel() for tensor in weights.values()))
-    for copy in range(copies):
-        every |= {f"{copy}.{name}": tensor.clone() for name, tensor in weights.items()}
-    return every
+    return {name: torch.cat([tensor] * copies) for name, tensor in weights.items()}
 
 
 def _resident() -> int:

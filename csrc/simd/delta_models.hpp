@@ -89,7 +89,7 @@ class Steps {
             bits.record(low & 0xffffffff, std::min(width - 1, 32u));
             if (width > 33) bits.record(low >> 32, width - 33);
         }
-        bits.record(down, 1);
+        bits.record_bit(down);
     }
 
   private:

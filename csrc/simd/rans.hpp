@@ -200,10 +200,13 @@ class BitRecorder {
         used_ %= 8;
     }
 
+    // Records a bit, which is written with what comes next: so many fewer may come at once.
+    void record_bit(bool bit) { waiting_ |= uint64_t{bit} << used_++; }
+
     // Fills the last byte with zeros, and returns where it ends.
     uint8_t* finish() {
         std::memcpy(next_, &waiting_, sizeof waiting_);
-        return next_ + (used_ > 0);
+        return next_ + (used_ + 7) / 8;
     }
 
   private:
