@@ -41,8 +41,8 @@ from torch import Tensor
 
 from benchmarks.deltas.pairs import pairs
 from benchmarks.deltas.transports import DELTA, DENSE, TRANSPORTS, Model, Transport, models
-from benchmarks.record import Row, write
-from benchmarks.training.fsdp import origin
+from benchmarks.machine import machine
+from benchmarks.record import Row, network, write
 from sparcel import delta
 from sparcel.lab import link_bytes
 
@@ -193,7 +193,7 @@ def main() -> None:
     rows = list(steps(models(files), given.folder, given.rounds))
     if dist.get_rank() == 0:
         if given.output is not None:
-            head = origin()
+            head = {**machine(), "network": network()}
             head["command"] = head["command"].replace(str(given.folder), "FOLDER")
             write(given.output, {**head, "lr": LR}, rows)
         Console(highlight=False, width=200).print(*tables(rows))

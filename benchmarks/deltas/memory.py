@@ -83,7 +83,7 @@ def _buffers(file: Path) -> Iterator[bytes]:
 
 
 def tiled(file: Path, elements: int) -> Weights:
-    """Return tensors of copies of weights, one after the other, as large as those of large models."""
+    """Return weights, each repeated till its tensor is as large as one of a large model."""
     weights = load_file(file)
     copies = -(-elements // sum(tensor.numel() for tensor in weights.values()))
     return {name: torch.cat([tensor] * copies) for name, tensor in weights.items()}
