@@ -13,6 +13,7 @@ from torch import Tensor
 from sparcel._checks import checked_whole
 from sparcel.delta.applying import apply_
 from sparcel.delta.base import copied, remembered
+from sparcel.delta.casting import Cast, served
 from sparcel.delta.chunk import Version, read_chunk
 from sparcel.delta.encoding import encode_parts
 from sparcel.delta.files import File, anchor_file, check_storable, delta_file
@@ -53,6 +54,11 @@ class Publisher:
     lag
         How many versions a subscriber may be behind and still find all deltas since. What nobody
         within that lag needs is removed.
+    cast
+        What is published in the place of a tensor: a function of its name and the tensor that
+        returns tensors by name, such as eight bits and their scales, of its values alone. So what
+        is compared, counted in sums and served has the bits that an engine loads. What it makes of
+        all tensors is in memory while they are published.
     base
         A file for the copy of the last version, which is then mapped instead of held in memory; the
         publisher makes it anew.
@@ -77,6 +83,7 @@ class Publisher:
         code: str = "exponents",
         anchor_every: int = 50,
         lag: int = 20,
+        cast: Cast | None = None,
         base: str | os.PathLike[str] | None = None,
         bracketed: bool = False,
     ) -> None:
@@ -85,10 +92,15 @@ class Publisher:
         checked_whole(lag, "lag", at_least=0)
         if bracketed and base is not None:
             raise InputError("a bracketed publisher keeps no base; leave base= out")
+        if bracketed and cast is not None:
+            raise InputError(
+                "a bracketed publisher needs the same tensors each time, and a cast"
+                " makes new ones; leave one of them out"
+            )
         self.version: Version | None = None
         self._bracketed = bracketed
         self._noted: Mapping[str, Part] = {}
-        self._store, self._code = store_at(store), code
+        self._store, self._code, self._cast = store_at(store), code, cast
         self._anchor_every = anchor_every
         self._file = None if base is None else Path(base)
         self._base: dict[str, Tensor] = {}
@@ -119,7 +131,7 @@ class Publisher:
         VersionError
             If another publisher has written to the store, or its index is lost.
         """
-        tensors = tensors_of(weights)
+        tensors = served(tensors_of(weights), self._cast)
         parts = parts_of(tensors)
         check_storable(parts)
         _check_whole(parts)

@@ -17,6 +17,7 @@ from sparcel.comm import ALL_CONTROL, Communicator, Group, resolve
 from sparcel.delta.applying import swap_all
 from sparcel.delta.base import copied
 from sparcel.delta.bits import key_of, signed
+from sparcel.delta.casting import Cast, served
 from sparcel.delta.chunk import Version, read_chunk
 from sparcel.delta.decoding import found_in
 from sparcel.delta.encoding import encode_parts
@@ -56,6 +57,9 @@ class ShardedPublisher:
         The ranks, which hold all elements of each tensor together: as for `sparcel.all_reduce`.
     code, anchor_every, lag
         As for `Publisher`.
+    cast
+        As for `Publisher`. Of a DTensor it gets that, and returns DTensors with the same shards of
+        what it makes.
 
     Attributes
     ----------
@@ -71,12 +75,13 @@ class ShardedPublisher:
         code: str = "exponents",
         anchor_every: int = 50,
         lag: int = 20,
+        cast: Cast | None = None,
     ) -> None:
         checked_name(code, CODES, "code")
         checked_whole(anchor_every, "anchor_every", at_least=1)
         checked_whole(lag, "lag", at_least=0)
         self.version: Version | None = None
-        self._code, self._anchor_every = code, anchor_every
+        self._code, self._anchor_every, self._cast = code, anchor_every, cast
         self._comm = resolve(group)
         self._writer = f"{self._comm.gather_numbers(secrets.randbits(62))[0]:016x}"
         self._held: dict[str, Piece] = {}
@@ -108,7 +113,7 @@ class ShardedPublisher:
         """
         since, self._based = self._based, None  # until all is done
         self._outcome = "this version is not published"
-        tensors, parts = self._together(lambda: _checked(weights))
+        tensors, parts = self._together(lambda: _checked(weights, self._cast))
         if len(set(self._comm.gather_numbers(_key_of_all(tensors)))) > 1:
             raise MismatchError(
                 "ranks publish different tensors; names, dtypes, shapes and placements must be the"
@@ -223,8 +228,10 @@ class ShardedPublisher:
         return self._together(lambda: work() if self._comm.rank == 0 else None)
 
 
-def _checked(weights: Weights) -> tuple[Mapping[str, Tensor], Mapping[str, Part]]:
-    tensors = tensors_of(weights)
+def _checked(
+    weights: Weights, cast: Cast | None
+) -> tuple[Mapping[str, Tensor], Mapping[str, Part]]:
+    tensors = served(tensors_of(weights), cast)
     parts = parts_of(tensors)
     check_storable(parts)
     return tensors, parts
