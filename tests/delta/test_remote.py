@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from sparcel.delta import Folder, Publisher, Store, Subscriber, read_index, store_at
 from sparcel.delta.index import INDEX
-from sparcel.errors import InputError, MissingDependencyError, VersionError
-from sparcel.stores import ExclusiveStore
+from sparcel.errors import FormatError, InputError, MissingDependencyError, VersionError
+from sparcel.stores import ExclusiveStore, remote
 from tests.delta.histories import history, sums_of
 from tests.delta.pairs import same
 
@@ -127,6 +127,54 @@ def test_files_of_an_object_store(place: str) -> None:
     assert store.names() == []
     with pytest.raises(FileNotFoundError):
         store.read("file")
+
+
+def test_large_objects_come_in_parts(s3: str) -> None:
+    store = store_at(f"{s3}/{secrets.token_hex(4)}")
+    data = secrets.token_bytes(100_003)
+    store.write("file", [data])
+    with (
+        patch.object(remote, "_LARGE", 50_000),
+        patch.object(remote, "_PART", 10_000),
+        patch.object(remote, "_PARTS", 3),
+        patch.object(store._files, "get_file", side_effect=AssertionError),
+    ):
+        assert bytes(store.read("file")) == data
+        assert bytes(store.read_at_most("file", len(data))) == data
+        with pytest.raises(FormatError, match="file is longer than the 60000 bytes"):
+            store.read_at_most("file", 60_000)
+        with pytest.raises(FileNotFoundError):
+            store.read("nothing")
+    with patch.object(store._files, "size", side_effect=AssertionError):
+        assert bytes(store.read_at_most("file", 1 << 20)) == data
+
+
+def test_a_reader_that_is_behind_asks_few_times(place: str) -> None:
+    """For the index once, and for many deltas at the same time; for one if they are merged."""
+    models = history(12)
+    store = store_at(place)
+    behind, later = Subscriber(store), Subscriber(store)
+    publisher = Publisher(store, anchor_every=8, lag=20)
+    publisher.publish(models[0])
+    behind.update()
+    later.update()
+    for model in models[1:7]:
+        publisher.publish(model)
+    with patch.object(store, "read_at_most", wraps=store.read_at_most) as reads:
+        assert behind.update() is not None
+        assert behind.update() is None
+    names = [call.args[0] for call in reads.call_args_list]
+    assert names.count(INDEX) == 2, "once an update"
+    assert len(set(names)) == 7
+    assert same(behind.tensors, models[6])
+    for model in models[7:]:
+        publisher.publish(model)
+    with patch.object(store, "read_at_most", wraps=store.read_at_most) as reads:
+        later.update()
+    assert same(later.tensors, models[-1])
+    merged = [name for call in reads.call_args_list if "0000-0000000008" in (name := call.args[0])]
+    assert len(merged) == 1
+    assert len(reads.call_args_list) == 5, "the index, what is merged up to 8, and three more"
 
 
 def test_a_bucket_that_does_not_exist_is_told(s3: str) -> None:

@@ -23,7 +23,7 @@ from sparcel.delta.making import CODES, version_of
 from sparcel.delta.parts import Part, Weights, parts_of, tensors_of, untied
 from sparcel.delta.subscriber import Subscriber
 from sparcel.errors import FormatError, InputError, VersionError, checked_name, shown
-from sparcel.stores import Folder, Store, store_at
+from sparcel.stores import Store, mapped, store_at
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,7 @@ class Publisher:
         noted, self._noted = self._noted, {}  # until the new ones are noted
         self._base, version = tensors, version_of(tensors, number)
         told = self.version and noted and self._delta(parts, noted, self.version, number)
+        noted = {}  # to make room for the new ones
         if told and told.version == version:
             self._commit_delta(told)
         else:
@@ -205,15 +206,15 @@ class Publisher:
         assert self.version is not None, "there is a version"
         before = self._last_anchor()
         steps = [entry for entry in self._index.entries if entry.version == self.version]
-        if isinstance(self._store, Folder) and all(e.base != before.version for e in steps):
-            self._publish_merged(self._store, before, self.version)
+        if all(entry.base != before.version for entry in steps):
+            self._publish_merged(before, self.version)
         self._commit_anchor(self.version)
 
-    def _publish_merged(self, store: Folder, before: Entry, version: Version) -> None:
+    def _publish_merged(self, before: Entry, version: Version) -> None:
         """Publish a delta from an anchor to the version, unless the anchor is damaged."""
         name = before.names[0]  # others follow where ranks wrote chunks, which are no tensors
         try:
-            old = parts_of(File(store.mapped(name), name).tensors())
+            old = parts_of(File(mapped(self._store, name), name).tensors())
         except (FormatError, OSError):
             return
         merged = self._delta(parts_of(self._base), old, before.version, version.number)

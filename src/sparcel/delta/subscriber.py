@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -29,11 +30,15 @@ from sparcel.delta.files import File
 from sparcel.delta.index import Entry, Index, read_index
 from sparcel.delta.making import version_of
 from sparcel.delta.parts import tensors_of
+from sparcel.delta.threads import in_pool
 from sparcel.errors import FormatError, InputError, VersionError, shown
 from sparcel.stores import Store, read_at_most, store_at
 
 _SPARE = 1 << 20
 """Bytes of a file beside what follows from the weights."""
+
+_AHEAD = 8
+"""Deltas that are read at the same time, for a reader that is behind."""
 
 _TRIES = 3
 """How often a missing file is looked up anew in the index, before it is avoided."""
@@ -225,15 +230,13 @@ class Subscriber:
             If nothing in the store leads there, or its index has vanished; the weights are then a
             whole version, maybe one on the way, which may be older than the one before.
         """
-        passed_by: set[str] = set()
-        while ready := self._prepared(to, passed_by):
+        for ready in self._steps(to, _AHEAD):
             self._apply(ready._entry, ready._since, ready._step)
         return self._tell() if self._untold.is_new else None
 
     def updates(self, to: int | None = None) -> Iterator[Update]:
         """Go there step by step, a whole model or a delta at a time, and yield each step."""
-        passed_by: set[str] = set()
-        while ready := self._prepared(to, passed_by):
+        for ready in self._steps(to, _AHEAD):
             yield ready.apply()
 
     def prepare(self, to: int | None = None) -> Ready | None:
@@ -242,21 +245,33 @@ class Subscriber:
         A server pauses only for `Ready.apply`, which writes what changes. Errors are those of
         `update`.
         """
-        return self._prepared(to, set())
+        return next(self._steps(to, 1), None)
 
-    def _prepared(self, to: int | None, passed_by: set[str]) -> Ready | None:
-        """Prepare the next step, past files that are lost or torn, which are noted."""
+    def _steps(self, to: int | None, ahead: int) -> Iterator[Ready]:
+        """Prepare step after step, each of which is to be taken, past files that are lost or torn.
+
+        Files are read as many at a time as ``ahead``, and the index once, unless one fails.
+        """
+        passed_by: set[str] = set()
         missed = 0
         while way := self._index().way(self.version, to, passed_by):
-            try:
-                return self._read(way[0], way[-1].version)
-            except FileNotFoundError:  # it was pruned after the index was read, or is lost
-                missed += 1
-                if missed >= _TRIES:
-                    passed_by.update(way[0].names)
-            except FormatError:
-                passed_by.update(way[0].names)
-        return None
+            jobs = (partial(self._files_of, entry) for entry in way)
+            for entry, files in zip(way, in_pool(jobs, min(ahead, len(way))), strict=False):
+                try:
+                    ready = self._read(entry, files, way[-1].version)
+                except FileNotFoundError:  # it was pruned after the index was read, or is lost
+                    missed += 1
+                    if missed >= _TRIES:
+                        passed_by.update(entry.names)
+                    break
+                except FormatError:
+                    passed_by.update(entry.names)
+                    break
+                yield ready
+                if self.version != entry.version:
+                    break
+            else:
+                return
 
     def _index(self) -> Index:
         index = read_index(self._store)
@@ -300,13 +315,24 @@ class Subscriber:
                 " written to them; reload() begins anew"
             )
 
-    def _read(self, entry: Entry, newest: Version) -> Ready:
-        """Read and check a delta or a whole model, on the way to the version ``newest``."""
+    def _files_of(self, entry: Entry) -> list[File] | FileNotFoundError | FormatError:
+        """Return the files of a delta or a whole model, or the error that reading them raises."""
         files, left = [], min(entry.bytes, self._most_bytes())
-        for name in entry.names:
-            data = read_at_most(self._store, name, left)
-            files.append(File(data, name))
-            left -= len(data)
+        try:
+            for name in entry.names:
+                data = read_at_most(self._store, name, left)
+                files.append(File(data, name))
+                left -= len(data)
+        except (FileNotFoundError, FormatError) as error:
+            return error
+        return files
+
+    def _read(
+        self, entry: Entry, files: list[File] | FileNotFoundError | FormatError, newest: Version
+    ) -> Ready:
+        """Check what was read, a delta or a whole model, on the way to the version ``newest``."""
+        if isinstance(files, Exception):
+            raise files
         for file, name in zip(files, entry.names, strict=True):
             base = entry.base and file.version("base")
             if (base, file.version()) != (entry.base, entry.version):

@@ -63,6 +63,11 @@ def read_at_most(store: Store, name: str, most: int) -> memoryview:
     return data
 
 
+def mapped(store: Store, name: str) -> memoryview:
+    """Return the bytes of a file that does not change, in its own memory if it is in a folder."""
+    return store.mapped(name) if isinstance(store, Folder) else store.read(name)
+
+
 def check_length(name: str, length: int, most: int | None) -> None:
     """Raise FormatError if a file has more than ``most`` bytes."""
     if most is not None and length > most:
