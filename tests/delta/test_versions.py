@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from shutil import copytree
 from threading import main_thread
@@ -36,6 +37,8 @@ from sparcel.delta import (
     read_index,
     version_of,
 )
+from sparcel.delta.applying import write_in_turn
+from sparcel.delta.chunk import Chunk
 from sparcel.delta.decoding import Found
 from sparcel.delta.files import File, delta_file
 from sparcel.delta.index import INDEX
@@ -344,11 +347,20 @@ def test_what_was_published_when_an_anchor_fails(tmp_path: Path) -> None:
 
 def test_an_interrupt_while_the_base_follows(tmp_path: Path) -> None:
     """The version is durable by then; the publisher reads it back."""
-    store, models = Folder(tmp_path), history(3)
+    store = Folder(tmp_path)
+    models = [{name: torch.full((300,), step) for name in "abc"} for step in range(3)]
     publisher = Publisher(store)
     publisher.publish(models[0])
-    interrupted = patch("sparcel.delta.publisher.apply_", side_effect=KeyboardInterrupt)
-    with interrupted, pytest.raises(KeyboardInterrupt):
+
+    def half(parts: Mapping[str, Part], chunks: Iterable[Chunk]) -> None:
+        write_in_turn(parts, islice(chunks, 2))
+        raise KeyboardInterrupt
+
+    with (
+        patch("sparcel.delta.publisher.write_in_turn", half),
+        chunks_of(2400),
+        pytest.raises(KeyboardInterrupt),
+    ):
         publisher.publish(models[1])
     assert read_index(store).newest == version_of(models[1], 1)
     publisher.publish(models[2])

@@ -230,6 +230,19 @@ def swap_all(
         raise
 
 
+def write_in_turn(parts: Mapping[str, Part], chunks: Iterable[Chunk]) -> None:
+    """Check and write chunk after chunk, each thread one at a time: little memory is needed.
+
+    After an error some are written, and others not. New tensors are left out.
+    """
+
+    def write(chunk: Chunk) -> None:
+        found_in(chunk, parts).swap(parts)
+
+    for _ in in_threads(partial(write, chunk) for chunk in chunks if not chunk.new):
+        pass
+
+
 def prepare(target: Target, chunks: Chunks, since: Version | None = None) -> Prepared:
     """Decode and check all chunks of a version, and write nothing yet.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from sparcel._checks import checked_whole
-from sparcel.delta.applying import apply_
+from sparcel.delta.applying import apply_, write_in_turn
 from sparcel.delta.base import copied, remembered
 from sparcel.delta.casting import Cast, served
 from sparcel.delta.chunk import Version, read_chunk
@@ -20,7 +20,7 @@ from sparcel.delta.files import File, anchor_file, check_storable, delta_file
 from sparcel.delta.index import Entry, Index, file_name
 from sparcel.delta.index_writer import IndexWriter
 from sparcel.delta.making import CODES, version_of
-from sparcel.delta.parts import Part, Weights, parts_of, tensors_of, untied
+from sparcel.delta.parts import Part, Weights, parts_of, tensors_of, ties_of, untied
 from sparcel.delta.subscriber import Subscriber
 from sparcel.errors import FormatError, InputError, VersionError, checked_name, shown
 from sparcel.stores import Store, mapped, store_at
@@ -154,9 +154,16 @@ class Publisher:
         assert self.version is not None, "there is a base"
         delta = self._delta(parts, parts_of(self._base), self.version, number)
         self._commit_delta(delta)
-        moved = apply_(self._base, delta.chunks, self.version)
-        assert moved.version == delta.version, "a delta makes what it says"
+        self._follow(delta)
         return delta.version
+
+    def _follow(self, delta: _Delta) -> None:
+        """Let the base follow by what was published; if that fails, it is read anew."""
+        chunks, base = list(map(read_chunk, delta.chunks)), parts_of(self._base)
+        if any(one.new or one.leaving for one in chunks) or chunks[-1].ties != ties_of(base):
+            apply_(self._base, chunks, self.version)
+        else:
+            write_in_turn(base, chunks)
 
     def _publish_bracketed(
         self, tensors: dict[str, Tensor], parts: Mapping[str, Part], number: int

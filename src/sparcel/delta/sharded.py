@@ -6,7 +6,6 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -14,12 +13,11 @@ from torch import Tensor
 
 from sparcel._checks import checked_whole
 from sparcel.comm import ALL_CONTROL, Communicator, Group, resolve
-from sparcel.delta.applying import swap_all
+from sparcel.delta.applying import write_in_turn
 from sparcel.delta.base import copied
 from sparcel.delta.bits import key_of, signed
 from sparcel.delta.casting import Cast, served
 from sparcel.delta.chunk import Version, read_chunk
-from sparcel.delta.decoding import found_in
 from sparcel.delta.encoding import encode_parts
 from sparcel.delta.files import check_storable, delta_file
 from sparcel.delta.index import file_name
@@ -27,7 +25,6 @@ from sparcel.delta.index_writer import IndexWriter
 from sparcel.delta.making import CODES
 from sparcel.delta.parts import Part, Weights, parts_of, tensors_of, ties_of, untied
 from sparcel.delta.pieces import Piece
-from sparcel.delta.threads import in_threads
 from sparcel.errors import InputError, MismatchError, VersionError, checked_name, shown
 from sparcel.stores import Store, store_at
 
@@ -164,9 +161,7 @@ class ShardedPublisher:
 
         def follow() -> None:
             """Let the base follow by what was published, whatever the weights are by now."""
-            read = map(read_chunk, chunks)
-            jobs = (partial(found_in, one, self._base) for one in read if not one.new)
-            swap_all(list(in_threads(jobs)), self._base)
+            write_in_turn(self._base, map(read_chunk, chunks))
             kept = {
                 name: part
                 for name, part in self._base.items()
