@@ -28,7 +28,9 @@ from sparcel.comm.simulated import SimulatedCommunicator
 from sparcel.delta import (
     Entry,
     Folder,
+    Follower,
     Index,
+    Mirror,
     Publisher,
     ShardedPublisher,
     Store,
@@ -566,9 +568,9 @@ def versions_shown(output: str) -> list[int]:
     return [int(found) for found in re.findall(r"version (\d+) \(", output)]
 
 
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("keep", ["", "--output", "--mirror"])
 def test_watch_shows_each_version_once_until_it_is_interrupted(
-    keep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    keep: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, served = tmp_path / "store", tmp_path / "new" / "served"
     folder.mkdir()
@@ -577,13 +579,18 @@ def test_watch_shows_each_version_once_until_it_is_interrupted(
     def train() -> None:
         last.update(publish(Folder(folder), 5))
 
-    first, *lines = watched(train, monkeypatch, folder, *(["--output", served] if keep else []))
+    first, *lines = watched(train, monkeypatch, folder, *([keep, served] if keep else []))
     assert first == f"{folder} has no versions yet; waiting for the first"
     shown = versions_shown("\n".join(lines))
     assert len(shown) == len(lines)
     assert shown == sorted(set(shown)) and shown[-1] == 14
-    assert served.exists() == keep
-    if keep:
+    assert served.exists() == bool(keep)
+    if keep == "--mirror":
+        mirror = Mirror(served)
+        mirror.update()
+        assert bits(dict(mirror.tensors)) == bits(last)
+        Follower(folder, served).close()
+    elif keep:
         assert [path.name for path in served.iterdir()] == ["model.safetensors"]
         assert bits(load_file(served / "model.safetensors")) == bits(last)
 

@@ -4,6 +4,8 @@
   makes an `Update`, at once or by way of `Ready`.
 - Stores: `Folder`, what `store_at` returns, and any other `Store`. `read_index` returns what is
   there, an `Index` of entries (`Entry`).
+- One copy a host: a `Follower` keeps it, and each process reads a `Mirror`, which tells what it has
+  `Seen`.
 - From rank to rank: `broadcast`, and `Arriving`.
 - Without stores: `encode` makes chunks; `apply_` applies them, at once or by way of `prepare` and
   `Prepared`, and returns an `Inverse`. `decode` yields each `Change`; `assign_` writes changes.
@@ -18,6 +20,7 @@ from sparcel.delta.decoding import Change, decode
 from sparcel.delta.encoding import encode
 from sparcel.delta.index import Entry, Index, read_index
 from sparcel.delta.making import version_of
+from sparcel.delta.mirror import Follower, Mirror, Seen
 from sparcel.delta.publisher import Publisher
 from sparcel.delta.sharded import ShardedPublisher
 from sparcel.delta.subscriber import Ready, Subscriber, Update
@@ -29,13 +32,16 @@ __all__ = [
     "Change",
     "Entry",
     "Folder",
+    "Follower",
     "FormatError",
     "Index",
     "InputError",
     "Inverse",
+    "Mirror",
     "Prepared",
     "Publisher",
     "Ready",
+    "Seen",
     "ShardedPublisher",
     "Store",
     "Subscriber",

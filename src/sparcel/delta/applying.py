@@ -68,6 +68,12 @@ class Prepared:
         """Whether it can be written."""
         return self._state == "prepared"
 
+    def places(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield which elements change (int64, ``[k]``), in parts of each tensor that stays."""
+        for one in self._found:
+            for piece, places, _ in one.pieces():
+                yield piece.name, piece.numbers(places)
+
     def apply(self) -> Inverse:
         """Write it, once; the weights must be what and where they were when it was prepared."""
         self._exchange("prepared", "written", self._gone, self._added)

@@ -37,7 +37,7 @@ from sparcel.stores import Store, read_at_most, store_at
 _SPARE = 1 << 20
 """Bytes of a file beside what follows from the weights."""
 
-_AHEAD = 8
+AHEAD = 8
 """Deltas that are read at the same time, for a reader that is behind."""
 
 _TRIES = 3
@@ -230,13 +230,13 @@ class Subscriber:
             If nothing in the store leads there, or its index has vanished; the weights are then a
             whole version, maybe one on the way, which may be older than the one before.
         """
-        for ready in self._steps(to, _AHEAD):
+        for ready in self._steps(to, AHEAD):
             self._apply(ready._entry, ready._since, ready._step)
         return self._tell() if self._untold.is_new else None
 
     def updates(self, to: int | None = None) -> Iterator[Update]:
         """Go there step by step, a whole model or a delta at a time, and yield each step."""
-        for ready in self._steps(to, _AHEAD):
+        for ready in self._steps(to, AHEAD):
             yield ready.apply()
 
     def prepare(self, to: int | None = None) -> Ready | None:

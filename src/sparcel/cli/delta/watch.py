@@ -31,6 +31,13 @@ def watch(
             "there. The file is replaced as a whole, so whoever opens it finds one version.",
         ),
     ] = None,
+    mirror: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder on this host, as in /dev/shm, in which to keep the newest version for all "
+            "processes that open it by `sparcel.delta.Mirror`: only what changes is written.",
+        ),
+    ] = None,
 ) -> None:
     """Follow a store, and print a line for each new version, until Ctrl-C.
 
@@ -43,7 +50,7 @@ def watch(
         with writing(output):
             output.mkdir(parents=True, exist_ok=True)
         check_output(output / _FILE)
-    watching = _Watching(store, output and output / _FILE)
+    watching = _Watching(store, output and output / _FILE, mirror)
     before = signal.signal(signal.SIGINT, watching.interrupt)
     try:
         watching.go_on(seconds)
@@ -51,11 +58,12 @@ def watch(
         pass  # how a watch ends
     finally:
         signal.signal(signal.SIGINT, before)
+        watching.close()
 
 
 class _Watching:
-    def __init__(self, place: str, file: Path | None) -> None:
-        from sparcel.delta import Subscriber
+    def __init__(self, place: str, file: Path | None, mirror: Path | None) -> None:
+        from sparcel.delta import Follower, Subscriber
 
         self._place, self._store, self._file = place, open_store(place), file
         self._console = console()
@@ -63,6 +71,8 @@ class _Watching:
         self._said = ""
         self._written: Version | None = None
         self._subscriber = Subscriber(self._store)
+        with writing(mirror):
+            self._follower = None if mirror is None else Follower(self._store, mirror)
         self._idle = self._interrupted = False
 
     def go_on(self, every: float) -> None:
@@ -85,6 +95,11 @@ class _Watching:
         if again or self._idle:
             raise KeyboardInterrupt
 
+    def close(self) -> None:
+        """Let another process follow."""
+        if self._follower is not None:
+            self._follower.close()
+
     def _look(self) -> None:
         from sparcel.delta import read_index
 
@@ -97,6 +112,8 @@ class _Watching:
             return
         if self._file is not None:
             self._keep(self._file)
+        if self._follower is not None:
+            self._follower.update()
         self._show(index)
         self._said = ""
 

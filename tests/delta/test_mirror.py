@@ -1,0 +1,305 @@
+"""Readers of a mirror see whole versions, whatever its follower does, or they stand still."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import threading
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from sparcel.delta import Follower, Mirror, Publisher, Seen, assign_, mirror, version_of
+from sparcel.errors import FormatError, InputError, VersionError
+from tests.delta.histories import history
+from tests.delta.pairs import Model, copied, same
+
+PLACE = "mirror"
+
+
+class Worker:
+    """Keeps weights of its own, by what a mirror tells."""
+
+    def __init__(self, place: Path) -> None:
+        self.mirror = Mirror(place)
+        self.weights = Model()
+
+    def load(self) -> Seen | None:
+        seen = self.mirror.update()
+        if seen is None:
+            return None
+        if seen.base is None:
+            self.weights, self.tied = Model(), set[str]()
+            for change in seen.changes():
+                assert change.values is not None
+                self.weights[change.name] = change.values.clone().view(change.shape)
+                self.tied |= {change.name} if change.tied_to else set()
+        else:
+            assign_(self.weights, seen.changes())
+        own = {name: one for name, one in self.weights.items() if name not in self.tied}
+        assert version_of(own, seen.version.number) == seen.version
+        return seen
+
+
+def test_workers_see_each_version(tmp_path: Path) -> None:
+    """At each step, at some, or only the last; and they read no more than what changes."""
+    models = history(8)
+    publisher = Publisher(tmp_path / "store", anchor_every=4, lag=9)
+    follower = Follower(tmp_path / "store", tmp_path / PLACE)
+    workers = [Worker(tmp_path / PLACE) for _ in range(3)]
+    assert follower.update() is None
+    assert workers[0].load() is None
+    for number, model in enumerate(models):
+        version = publisher.publish(model)
+        assert follower.update() == version == follower.version
+        assert follower.update() is None
+        for step, worker in enumerate(workers, 1):
+            if number % step == 0:
+                seen = worker.load()
+                assert seen is not None
+                assert seen.version == worker.mirror.version == version
+                assert same(worker.weights, model)
+                assert same(worker.mirror.tensors, model)
+                assert (seen.base is None) is (number == 0)
+                if number and step == 1:
+                    told = sum(len(change.indices) for change in seen.changes())
+                    assert 0 < told < 100
+        assert workers[0].load() is None
+    late = Worker(tmp_path / PLACE)
+    late.load()
+    assert same(late.weights, models[-1])
+
+
+def test_a_worker_that_is_far_behind_is_told_all(tmp_path: Path) -> None:
+    models = history(8)
+    publisher, worker = Publisher(tmp_path / "store"), None
+    follower = Follower(tmp_path / "store", tmp_path / PLACE)
+    for model in models:
+        publisher.publish(model)
+        follower.update()
+        if worker is None:
+            worker = Worker(tmp_path / PLACE)
+            worker.load()
+    assert worker is not None
+    seen = worker.load()
+    assert seen is not None
+    assert seen.base is None
+    assert same(worker.weights, models[-1])
+    files = {path.name.partition("-")[0] for path in (tmp_path / PLACE).iterdir()}
+    assert files == {"state", "weights", "changes", ".lock"}
+
+
+def test_tensors_that_come_go_and_are_tied(tmp_path: Path) -> None:
+    """A new file takes the place of the old one, which readers may still have."""
+    w = torch.arange(40.0)
+    models: list[Model] = [
+        {"a": w, "b": w * 2},
+        {"a": w + 1, "b": w * 2, "c": torch.ones(3)},
+        {"a": w + 1, "c": torch.ones(3)},
+    ]
+    tied = w + 5
+    models += [{"a": tied, "c": tied}]
+    moved = tied + torch.cat([torch.zeros(39), torch.ones(1)])
+    models += [{"a": moved, "c": moved}]
+    publisher = Publisher(tmp_path / "store")
+    follower = Follower(tmp_path / "store", tmp_path / PLACE)
+    worker = None
+    for number, model in enumerate(models):
+        publisher.publish(model)
+        follower.update()
+        worker = worker or Worker(tmp_path / PLACE)
+        seen = worker.load()
+        assert seen is not None
+        assert same(worker.weights, model)
+        assert (seen.base is None) is (number < 4)
+    assert worker is not None
+    tensors = worker.mirror.tensors
+    assert tensors["a"].data_ptr() == tensors["c"].data_ptr()
+    told = {change.name: (len(change.indices), change.tied_to) for change in seen.changes()}
+    assert told == {"a": (1, None), "c": (1, "a")}
+
+
+def test_a_follower_goes_on_with_a_whole_mirror_and_else_makes_it_anew(tmp_path: Path) -> None:
+    models = history(4)
+    publisher = Publisher(tmp_path / "store")
+    publisher.publish(models[0])
+    follower = Follower(tmp_path / "store", tmp_path / PLACE)
+    follower.update()
+    worker = Worker(tmp_path / PLACE)
+    worker.load()
+    follower.close()
+    publisher.publish(models[1])
+    follower = Follower(tmp_path / "store", tmp_path / PLACE)
+    assert follower.version is not None
+    with patch.object(follower, "_begin", side_effect=AssertionError):
+        follower.update()
+    seen = worker.load()
+    assert seen is not None
+    assert seen.base is not None
+    for damage in ("odd", "weights"):
+        follower.close()
+        (file,) = (tmp_path / PLACE).glob("weights-*")
+        if damage == "odd":
+            follower._page._words[1] |= 1
+        else:
+            data = bytearray(file.read_bytes())
+            data[-1] ^= 1
+            file.write_bytes(data)
+        follower = Follower(tmp_path / "store", tmp_path / PLACE)
+        assert follower.version is None
+        assert follower.update() == worker.mirror.version
+        assert worker.load() is None
+    publisher.publish(models[2])
+    follower.update()
+    seen = worker.load()
+    assert seen is not None
+    assert seen.base is not None
+    assert same(worker.weights, models[2])
+
+
+def test_readers_wait_while_a_version_is_written(tmp_path: Path) -> None:
+    models = history(2)
+    publisher = Publisher(tmp_path / "store")
+    publisher.publish(models[0])
+    follower = Follower(tmp_path / "store", tmp_path / PLACE)
+    follower.update()
+    worker = Worker(tmp_path / PLACE)
+    worker.load()
+    publisher.publish(models[1])
+    begun, go_on = threading.Event(), threading.Event()
+    apply = mirror.Ready.apply
+
+    def halfway(ready: mirror.Ready) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        apply(ready)
+
+    with patch.object(mirror.Ready, "apply", halfway):
+        writer = threading.Thread(target=follower.update)
+        writer.start()
+        assert begun.wait(60)
+        with (
+            patch.object(mirror, "_PATIENCE", 0.05),
+            pytest.raises(VersionError, match=r"being written to .* for 0.05 seconds; if its foll"),
+        ):
+            worker.load()
+        threading.Timer(0.05, go_on.set).start()
+        assert worker.load() is not None
+        writer.join()
+    assert same(worker.weights, models[1])
+
+
+def test_what_was_made_of_two_versions_is_told(tmp_path: Path) -> None:
+    """Of a reader that reads all, and stands still meanwhile; it reads all again."""
+    models = history(3)
+    publisher = Publisher(tmp_path / "store")
+    publisher.publish(models[0])
+    follower = Follower(tmp_path / "store", tmp_path / PLACE)
+    follower.update()
+    reader = Mirror(tmp_path / PLACE)
+    seen = reader.update()
+    assert seen is not None
+    changes = seen.changes()
+    next(changes)
+    publisher.publish(models[1])
+    follower.update()
+    with pytest.raises(VersionError, match=r"another version was written to .* while version 0"):
+        list(changes)
+    again = reader.update()
+    assert again is not None
+    assert again.base is None
+    assert sum(len(change.indices) for change in again.changes()) > 300
+    publisher.publish(models[2])
+    follower.update()
+    after = reader.update()
+    assert after is not None
+    kept = [change.values.clone() for change in after.changes() if change.values is not None]
+    publisher.publish(models[0])
+    follower.update()
+    for values, change in zip(kept, after.changes(), strict=True):
+        assert change.values is not None
+        assert torch.equal(values, change.values), "what changed is in memory of its own"
+
+
+def test_files_of_a_mirror_that_vanish(tmp_path: Path) -> None:
+    """Without those that tell what changed, all is told; without weights, that they lack."""
+    models = history(3)
+    publisher = Publisher(tmp_path / "store")
+    publisher.publish(models[0])
+    follower = Follower(tmp_path / "store", tmp_path / PLACE)
+    follower.update()
+    worker = Worker(tmp_path / PLACE)
+    worker.load()
+    publisher.publish(models[1])
+    follower.update()
+    (places,) = (tmp_path / PLACE).glob("changes-*")
+    names = worker.mirror._folder.names()
+    places.unlink()
+    with patch.object(type(worker.mirror._folder), "names", lambda _: names):
+        seen = worker.load()
+    assert seen is not None
+    assert seen.base is None
+    assert same(worker.weights, models[1])
+    (weights,) = (tmp_path / PLACE).glob("weights-*")
+    weights.unlink()
+    with pytest.raises(VersionError, match=r"lacks weights-.* which it says it has"):
+        Worker(tmp_path / PLACE).load()
+
+
+def test_what_is_no_mirror(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"there is no mirror in .*; start a Follower"):
+        Mirror(tmp_path / "nothing")
+    (tmp_path / "state").write_bytes(bytes(128))
+    with pytest.raises(FormatError, match="no page of a mirror"):
+        Mirror(tmp_path)
+    with pytest.raises(FormatError, match="no page of a mirror"):
+        Follower(tmp_path / "store", tmp_path)
+
+
+# ---- kills
+
+_processes = multiprocessing.get_context("forkserver")
+
+
+def following(folder: Path) -> None:
+    torch.set_num_threads(1)
+    follower = Follower(folder / "store", folder / PLACE)
+    while True:
+        follower.update()
+
+
+@pytest.mark.slow
+def test_followers_that_are_killed(tmp_path: Path) -> None:
+    """At any moment: a worker sees versions that were published, and in the end the last one."""
+    random.seed(0)
+    models = [first := {"w": torch.zeros(1 << 18, dtype=torch.int16)}]
+    publisher = Publisher(tmp_path / "store", anchor_every=1000)
+    sums = {publisher.publish(first)}
+    Follower(tmp_path / "store", tmp_path / PLACE).close()
+    worker, seen = Worker(tmp_path / PLACE), 0
+    for _ in range(6):
+        follower = _processes.Process(target=following, args=(tmp_path,))
+        follower.start()
+        until = time.monotonic() + 2.5 + 2 * random.random()
+        while time.monotonic() < until:
+            new = copied(models[-1])
+            new["w"][random.randrange(9) :: 7] += 1
+            models.append(new)
+            sums.add(publisher.publish(new))
+            with patch.object(mirror, "_PATIENCE", 0.2):
+                try:
+                    found = worker.load()
+                except VersionError:
+                    continue
+            if found is not None:
+                assert found.version in sums
+                seen += 1
+        follower.kill()
+        follower.join()
+    Follower(tmp_path / "store", tmp_path / PLACE).update()
+    worker.load()
+    assert same(worker.weights, models[-1])
+    assert seen > 10
