@@ -374,7 +374,7 @@ class Mirror:
                 numbers, tensor = torch.cat(places[owner]), self.tensors[name]
                 if len(steps) > 1:
                     numbers = numbers.unique()
-                values = bits_of(tensor).view(-1)[numbers].view(tensor.dtype)
+                values = bits_of(tensor).view(-1).index_select(0, numbers).view(tensor.dtype)
                 tied = None if name == owner else owner
                 shape = tuple(tensor.shape)
                 told.append(Change(name, tensor.dtype, shape, numbers, values, False, tied))
