@@ -70,9 +70,9 @@ Told told_by(const std::string& code) {
 }
 
 // Codes how the elements of `now` differ from those of `old`, by values, or by steps or nibbles.
-// Returns which pieces change, how many elements do, whether nibbles are told, the limits of the
-// classes, the changes in each, how many last bits are 0, the streams of places, values and bits,
-// and what the changes add to the sum.
+// Returns which pieces change, how many nibbles are told, the limits of the classes, the elements
+// that change in each, how many last bits are 0, the streams of places, values and bits, and what
+// the changes add to the sum.
 nb::object encode(const Arrays& old_arrays, const Arrays& now_arrays, size_t itemsize, bool floats,
                   unsigned fraction, unsigned most_classes, bool steps) {
     require(old_arrays.size() == now_arrays.size(), "every piece has old and new elements");
@@ -112,7 +112,12 @@ nb::object encode(const Arrays& old_arrays, const Arrays& now_arrays, size_t ite
             }
             streams = code_changes(changes.view(), count, ranks, layout, classes, told, shift);
         }
-        return nb::make_tuple(as_list(kept.data(), kept.size()), count, told == Told::nibbles,
+        size_t nibbles = 0;
+        if (told == Told::nibbles) {
+            nibbles = classes.changes[0];
+            classes.changes[0] = count;
+        }
+        return nb::make_tuple(as_list(kept.data(), kept.size()), nibbles,
                               as_list(classes.limits, classes.count - 1),
                               as_list(classes.changes, classes.count), shift,
                               as_bytes(streams.coded.places), as_bytes(streams.coded.values),
@@ -157,7 +162,7 @@ nb::object decode(const Arrays& arrays, size_t itemsize, bool floats, unsigned f
     coded.values = {bytes + values_begin, bytes + bits_begin};
     coded.bits = {bytes + bits_begin, bytes + end};
     return with_word(itemsize, [&]<class Word>(Type<Word>) -> nb::object {
-        OwnChanges<Word> changes(changed);
+        OwnChanges<Word> changes(std::min<size_t>(changed, elements_of(pieces)));
         uint64_t sum = 0;
         size_t found = kTorn;
         {

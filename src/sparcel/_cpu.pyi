@@ -312,7 +312,7 @@ def delta_encode(
     fraction: int,
     most_classes: int,
     steps: bool,
-) -> tuple[list[int], int, bool, list[int], list[int], int, bytes, bytes, bytes, int]: ...
+) -> tuple[list[int], int, list[int], list[int], int, bytes, bytes, bytes, int]: ...
 def delta_decode(
     pieces: Sequence[Piece],
     itemsize: int,

@@ -121,7 +121,7 @@ def nibbles(
     places, values, bits = Symbols(streams[0]), Symbols(streams[1]), Bits(streams[2])
     gaps, lowest, highest, others = Gaps(), Model(), Model(), Model()
     new, after_last = dict[int, int](), 0
-    for _ in range(header["changes"][0]):
+    for _ in range(header["nibbles"]):
         number = after_last + gaps.read(places, bits)
         place, which = divmod(number, 2 * itemsize)
         before = old[place] >> 4 * which & 15

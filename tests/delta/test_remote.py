@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from sparcel.delta import Folder, Publisher, Store, Subscriber, read_index, store_at
 from sparcel.delta.index import INDEX
-from sparcel.errors import FormatError, InputError, MissingDependencyError, VersionError
-from sparcel.stores import ExclusiveStore, remote
+from sparcel.errors import InputError, MissingDependencyError, VersionError
+from sparcel.stores import ExclusiveStore
 from tests.delta.histories import history, sums_of
 from tests.delta.pairs import same
 
@@ -129,26 +129,6 @@ def test_files_of_an_object_store(place: str) -> None:
         store.read("file")
 
 
-def test_large_objects_come_in_parts(s3: str) -> None:
-    store = store_at(f"{s3}/{secrets.token_hex(4)}")
-    data = secrets.token_bytes(100_003)
-    store.write("file", [data])
-    with (
-        patch.object(remote, "_LARGE", 50_000),
-        patch.object(remote, "_PART", 10_000),
-        patch.object(remote, "_PARTS", 3),
-        patch.object(store._files, "get_file", side_effect=AssertionError),
-    ):
-        assert bytes(store.read("file")) == data
-        assert bytes(store.read_at_most("file", len(data))) == data
-        with pytest.raises(FormatError, match="file is longer than the 60000 bytes"):
-            store.read_at_most("file", 60_000)
-        with pytest.raises(FileNotFoundError):
-            store.read("nothing")
-    with patch.object(store._files, "size", side_effect=AssertionError):
-        assert bytes(store.read_at_most("file", 1 << 20)) == data
-
-
 def test_a_reader_that_is_behind_asks_few_times(place: str) -> None:
     """For the index once, and for many deltas at the same time; for one if they are merged."""
     models = history(12)
@@ -160,6 +140,9 @@ def test_a_reader_that_is_behind_asks_few_times(place: str) -> None:
     later.update()
     for model in models[1:7]:
         publisher.publish(model)
+    with patch.object(store, "read_at_most", wraps=store.read_at_most) as reads:
+        assert later.prepare() is not None
+    assert len(reads.call_args_list) == 2, "the index, and the next step"
     with patch.object(store, "read_at_most", wraps=store.read_at_most) as reads:
         assert behind.update() is not None
         assert behind.update() is None

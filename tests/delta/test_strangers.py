@@ -120,7 +120,7 @@ def test_answers_of_a_web_server_end(way: str, error: str) -> None:
         served(Answers) as url,
         patch.object(indices, "_MOST_BYTES", 1 << 20),
         patch.object(remote, "_SECONDS", 0.5),
-        patch.object(remote, "mapped", seen),
+        patch.object(remote, "read_whole", seen),
         pytest.raises((FormatError, OSError), match=error) as raised,
     ):
         Subscriber(f"{url}/{way}").update()

@@ -12,7 +12,7 @@ from sparcel import _cpu
 from sparcel.delta import header as headers
 from sparcel.delta.bits import NAMED, Layout
 from sparcel.delta.parsing import malformed, whole
-from sparcel.delta.pieces import Piece
+from sparcel.delta.pieces import CHUNK_BYTES, Piece
 from sparcel.errors import FormatError, shown
 
 _START = struct.Struct("<4sIIQQ")
@@ -82,8 +82,9 @@ class Chunk:
         Whether the tensors do not exist in the base.
     limits, changes
         Of the classes of exponents, from the largest: the least exponent of all but the last, and
-        how many elements change in each. Without limits, places do not depend on the base. Of
-        nibbles: how many of these change, and how many elements.
+        how many elements change in each. Without limits, places do not depend on the base.
+    nibbles
+        How many nibbles change, where these are told.
     shift
         How many of the last bits of all changed elements are 0, before and after: steps leave them
         out.
@@ -114,6 +115,7 @@ class Chunk:
     new: bool = False
     limits: tuple[int, ...] = ()
     changes: tuple[int, ...] = ()
+    nibbles: int = 0
     shift: int = 0
     lengths: tuple[int, int, int] = (0, 0, 0)
     ties: Mapping[str, str] = field(default_factory=dict)
@@ -123,14 +125,7 @@ class Chunk:
     @property
     def changed(self) -> int:
         """The number of elements that change."""
-        return (
-            self.elements if self.code == "dense" else sum(self.changes[self.code == "nibbles" :])
-        )
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """The number of changes of each class: of elements, or of nibbles."""
-        return self.changes[:1] if self.code == "nibbles" else self.changes
+        return self.elements if self.code == "dense" else sum(self.changes)
 
     @property
     def leaving(self) -> set[str]:
@@ -163,6 +158,7 @@ class Chunk:
                 **headers.told(self.pieces),
                 "limits": self.limits,
                 "shift": self.shift,
+                "nibbles": self.nibbles,
                 "new": self.new,
                 "shard": [self.shard, self.shards],
                 "last": self.last,
@@ -216,15 +212,15 @@ def _check_crc(body: memoryview, crc: int) -> None:
         raise FormatError("a chunk is torn or corrupt: its checksum does not match")
 
 
-def _parsed(header: dict[str, Any], rest: memoryview, after: int) -> Chunk:
-    """Return the chunk of a header whose streams begin ``rest``, with some bytes after them."""
+def _parsed(header: dict[str, Any], rest: memoryview, slack: int) -> Chunk:
+    """Return the chunk of a header and what has its streams, and then ``slack`` bytes."""
     layout = NAMED[header["dtype"]]
     if header["code"] not in CHUNK_CODES:
         raise ValueError(f"unknown code {header['code']!r}")
     places, values, others = (whole(length) for length in header["streams"])
-    if len(rest) != places + values + others + after:
+    if len(rest) != places + values + others + slack:
         raise ValueError(
-            f"{len(rest) - after} bytes of streams instead of {places + values + others}"
+            f"{len(rest) - slack} bytes of streams instead of {places + values + others}"
         )
     ties, untied = header["ties"], header["untied"]
     if not all(isinstance(name, str) for name in [*ties, *ties.values(), *untied]):
@@ -244,6 +240,7 @@ def _parsed(header: dict[str, Any], rest: memoryview, after: int) -> Chunk:
         sum=total,
         new=bool(header["new"]),
         shift=whole(header["shift"], 8 * layout.itemsize),
+        nibbles=whole(header["nibbles"]),
         limits=tuple(whole(limit, 256) for limit in header["limits"]),
         changes=tuple(whole(count) for count in header["changes"]),
         lengths=(places, values, others),
@@ -269,14 +266,22 @@ def _check(chunk: Chunk) -> None:
             raise ValueError(f"no elements of {shown(piece.name)}")
     if chunk.shift and chunk.code != "steps":
         raise ValueError(f"a shift in code {chunk.code!r}")
-    each = 2 * chunk.layout.itemsize if chunk.code == "nibbles" else 1
-    if chunk.code in ("steps", "nibbles", "values"):
-        if len(chunk.counts) != len(chunk.limits) + 1 or len(chunk.counts) > _cpu.MOST_CLASSES:
-            raise ValueError(f"{len(chunk.counts)} classes with {len(chunk.limits)} limits")
+    size = chunk.elements * chunk.layout.itemsize
+    is_plain = chunk.code in ("dense", "xor", "removed")  # without symbols
+    if is_plain and (chunk.lengths[:2] != (0, 0) or chunk.limits):
+        raise ValueError(f"{chunk.lengths} bytes of streams in code {chunk.code!r}")
+    if chunk.code in ("dense", "removed") and (
+        chunk.changes or chunk.lengths[2] != (size if chunk.code == "dense" else 0)
+    ):
+        raise ValueError(f"{chunk.lengths[2]} bytes for {size} of elements")
+    if chunk.code == "xor" and (len(chunk.changes) != 1 or size > CHUNK_BYTES):
+        raise ValueError(f"XOR of {size} bytes, and changes {chunk.changes}")
+    if not is_plain:
+        if len(chunk.changes) != len(chunk.limits) + 1 or len(chunk.changes) > _cpu.MOST_CLASSES:
+            raise ValueError(f"{len(chunk.changes)} classes with {len(chunk.limits)} limits")
         if list(chunk.limits) != sorted(set(chunk.limits), reverse=True):
             raise ValueError(f"limits {chunk.limits} do not fall")
-        if sum(chunk.counts) > chunk.elements * each or chunk.changed > chunk.elements:
-            raise ValueError(f"{chunk.changes} changes of {chunk.elements} elements")
-    size = chunk.elements * chunk.layout.itemsize
-    if chunk.code == "dense" and chunk.lengths != (0, 0, size):
-        raise ValueError(f"{chunk.lengths} bytes of streams for {size} of elements")
+    if chunk.nibbles > (2 * size if chunk.code == "nibbles" else 0):
+        raise ValueError(f"{chunk.nibbles} nibbles change in {size} bytes")
+    if chunk.changed > chunk.elements:
+        raise ValueError(f"{chunk.changed} changes of {chunk.elements} elements")

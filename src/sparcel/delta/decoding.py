@@ -16,7 +16,7 @@ from sparcel.delta.chunk import Chunk, read_chunk
 from sparcel.delta.making import kernel_piece, kernel_pieces
 from sparcel.delta.parsing import malformed
 from sparcel.delta.parts import Part, Weights, parts_of
-from sparcel.delta.pieces import Piece
+from sparcel.delta.pieces import CHUNK_BYTES, Piece
 from sparcel.errors import FormatError, InputError, VersionError, few, shown
 
 FETCH = "fetch a full version, as `Subscriber.reload()` does"
@@ -85,7 +85,9 @@ def decode(chunk: bytes | memoryview | Chunk, base: Weights | None = None) -> It
     """
     chunk = chunk if isinstance(chunk, Chunk) else read_chunk(chunk)
     if base is None and chunk.code in ("steps", "nibbles", "xor"):
-        raise InputError('steps need the old weights: pass base=, or encode with code="values"')
+        raise InputError(
+            'this chunk needs the old weights: pass base=, or encode with code="values"'
+        )
     yield from found_in(chunk, None if base is None else parts_of(base)).changes()
 
 
@@ -162,11 +164,12 @@ def found_in(chunk: Chunk, parts: Mapping[str, Part] | None) -> Found:
     if chunk.code == "dense":
         return _all_found(chunk, parts)
     if chunk.code == "xor" and parts is not None:
-        return _found_on_device(_xor_found(chunk), parts)
+        return _xor_found(chunk, parts)
     if chunk.code == "removed":
         if parts is not None:
-            old = kernel_pieces(chunk.pieces, parts)
-            _check_sum(chunk, -_cpu.delta_sum(old, chunk.layout.itemsize))
+            cuts = (cut for piece in chunk.pieces for cut in piece.cuts(CHUNK_BYTES))
+            sums = (_cpu.delta_sum(kernel_pieces([cut], parts), cut.dtype.itemsize) for cut in cuts)
+            _check_sum(chunk, -sum(sums))
         none = torch.empty(0, dtype=torch.int32)
         return Found(chunk, none, none.to(chunk.layout.integers))
     by_places = not chunk.limits and chunk.code != "nibbles"
@@ -178,7 +181,7 @@ def found_in(chunk: Chunk, parts: Mapping[str, Part] | None) -> Found:
         chunk.code,
         chunk.shift,
         chunk.limits,
-        chunk.counts,
+        (chunk.nibbles,) if chunk.code == "nibbles" else chunk.changes,
         np.frombuffer(chunk.streams, np.uint8),
         chunk.lengths[0],
         sum(chunk.lengths[:2]),
@@ -275,15 +278,13 @@ def _found_on_device(found: Found, parts: Mapping[str, Part]) -> Found:
         before, after = part.take(local), values.to(part.local.device)
         if chunk.code == "steps":
             after = stepped(before, after, chunk.layout.floats, chunk.shift)
-        elif chunk.code == "xor":
-            after = before ^ after
         total += hashed(piece.key, numbers, after) - hashed(piece.key, numbers, before)
         afters.append(after.cpu())
     _check_sum(chunk, total)
     return Found(chunk, found.places, torch.cat(afters))
 
 
-def _xor_found(chunk: Chunk) -> Found:
+def _xor_found(chunk: Chunk, parts: Mapping[str, Part]) -> Found:
     """Unpack what old bits differ by from new ones: bytes by their place in an element."""
     itemsize = chunk.layout.itemsize
     size = chunk.elements * itemsize
@@ -294,8 +295,14 @@ def _xor_found(chunk: Chunk) -> Found:
             raise ValueError(f"it has {len(planes)} bytes instead of {size}")
     elements = np.frombuffer(planes, np.uint8).reshape(itemsize, -1).T.copy()
     xor = torch.from_numpy(elements.view(f"i{itemsize}").ravel())
+    old = kernel_pieces(chunk.pieces, parts)
+    after = torch.cat([bits for bits, *_ in old if bits is not None]) ^ xor
+    now = [kernel_piece(piece, bits) for piece, _, bits in Found(chunk, None, after).pieces()]
     places = xor.nonzero().squeeze(1)
-    return Found(chunk, places.int(), xor[places])
+    if len(places) != chunk.changed:
+        raise _not_this_base(chunk)
+    _check_sum(chunk, _cpu.delta_sum(now, itemsize) - _cpu.delta_sum(old, itemsize))
+    return Found(chunk, places.int(), after[places], old if _in_place(chunk, parts) else None)
 
 
 def _all_found(chunk: Chunk, parts: Mapping[str, Part] | None) -> Found:

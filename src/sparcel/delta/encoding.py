@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 
@@ -76,6 +78,8 @@ def encode(
     """
     checked_name(code, CODES, "code")
     since = since or Version(0, 0)
+    checked_whole(since.number, "since.number", 0, MOST_NUMBER)
+    checked_whole(since.sum, "since.sum", 0, (1 << 64) - 1)
     target = checked_whole(since.number + 1 if target is None else target, "target", 0, MOST_NUMBER)
     checked_whole(shard[1], "shard[1]", 1, MOST_SHARDS)
     checked_whole(shard[0], "shard[0]", 0, shard[1] - 1)
@@ -159,15 +163,16 @@ def chunk_bytes(names: list[str], now: Mapping[str, Part], old: Mapping[str, Par
     total = sum(now[name].piece.count for name in names)
     if total * itemsize <= CHUNK_BYTES:
         return CHUNK_BYTES
-    differ = looked_at = begin = number = 0
-    for name in names:
-        while number < _SAMPLES and begin + now[name].piece.count > number * total // _SAMPLES:
-            first = number * total // _SAMPLES - begin
-            last = min(first + _SAMPLE, now[name].piece.count)
-            a, b = (side[name].elements(first, last).cpu() for side in (now, old))
-            differ += int((a != b).sum())
-            looked_at += last - first
-            number += 1
-        begin += now[name].piece.count
+    differ = looked_at = 0
+    ends = list(accumulate(now[name].piece.count for name in names))
+    for number in range(_SAMPLES):
+        place = number * total // _SAMPLES
+        which = bisect_right(ends, place)
+        count = now[names[which]].piece.count
+        first = place - (ends[which] - count)
+        last = min(first + _SAMPLE, count)
+        a, b = (side[names[which]].elements(first, last).cpu() for side in (now, old))
+        differ += int((a != b).sum())
+        looked_at += last - first
     enough = _ENOUGH * looked_at // max(differ, 1) * itemsize
     return min(max(enough, CHUNK_BYTES), _MOST_BYTES, MOST_ELEMENTS * itemsize)

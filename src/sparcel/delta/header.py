@@ -25,6 +25,9 @@ tensors shrink to about a twenty-fifth, and nothing that is worth reading to a t
 _NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,8})(?![0-9])")
 """A number in a name that Python writes as it stands there."""
 
+_NUMBERS = 2
+"""How many numbers of a name are told apart from its text: those of a layer and an expert."""
+
 _DICTIONARY = (
     b'"untied":["lm_head.weight"],"ties":{"model.embed_tokens.weight"]"code":"removed""code":"xor"'
     b'"dtype":"int32""dtype":"float16""dtype":"float8_e5m2""dtype":"float32""code":"values"'
@@ -38,7 +41,7 @@ _DICTIONARY = (
     b'{"target":1,"base":0,"part":0,"changes":[1],"streams":[1,1,1],"code":"steps","dtype":"bfloat16",'
     b'"tensors":[[1,["model.embed_tokens.weight"],[32000,4096],[]],[32,["model.layers.",'
     b'".self_attn.v_proj.weight"],[4096,1024],[[0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,'
-    b'21,22,23,24,25,26,27,28,29,30,31]]]],"cuts":[],"limits":[],"shift":0,"new":false,"shard":[0,1],'
+    b'21,22,23,24,25,26,27,28,29,30,31]]]],"cuts":[],"limits":[],"shift":0,"nibbles":0,"new":false,"shard":[0,1],'
     b'"last":true,"ties":{},"untied":[]}'
 )
 """What headers have in common: it is part of the layout, and never changes."""
@@ -74,9 +77,18 @@ def unpacked_first(packed: memoryview) -> dict[str, Any]:
         "base": header["base"][0],
         "sums": [int(header["base"][1], 16), int(header["sum"], 16)],
         "shift": 0,
+        "nibbles": 0,
         "tensors": [[1, [name], shape, []] for name, shape, *_ in pieces],
-        "cuts": [[*cut[::3], *cut[1:3]] for _, _, *cut in pieces],
+        "cuts": [_cut_first(*cut) for _, _, *cut in pieces],
     }
+
+
+def _cut_first(*cut: Any) -> list[Any]:
+    """Return how a piece of the first layout is cut, as it is told now."""
+    if not cut:
+        return []
+    first, row, stride, count = cut
+    return [first, count, row, stride]
 
 
 def _loaded(unpacker: Any, packed: memoryview) -> dict[str, Any]:
@@ -97,7 +109,7 @@ def _most_text(packed: int) -> int:
 
 def template_of(name: str) -> tuple[str, ...]:
     """Return what names have in common that differ in numbers: the text around these."""
-    return tuple(_NUMBER.split(name)[::2])
+    return tuple(_NUMBER.split(name, _NUMBERS)[::2])
 
 
 def told(pieces: Sequence[Piece]) -> dict[str, object]:
@@ -106,7 +118,7 @@ def told(pieces: Sequence[Piece]) -> dict[str, object]:
     """
     tensors = []
     for (template, shape), alike in groupby(pieces, lambda one: (template_of(one.name), one.shape)):
-        rows = [[int(number) for number in _NUMBER.findall(piece.name)] for piece in alike]
+        rows = [[int(n) for n in _NUMBER.split(one.name, _NUMBERS)[1::2]] for one in alike]
         tensors.append([len(rows), template, shape, list(zip(*rows, strict=True))])
     cuts = [_cut(piece) for piece in pieces]
     return {"tensors": tensors, "cuts": cuts if any(cuts) else []}
@@ -158,9 +170,10 @@ def _name_of(template: Sequence[str], numbers: Sequence[int]) -> str:
     return "".join(chain.from_iterable(zip(template, [*after, ""], strict=True)))
 
 
-def _piece_of(tensor: Piece, first: int = 0, count: int | None = None, *rows: int) -> Piece:
-    if count is None:
+def _piece_of(tensor: Piece, *cut: Any) -> Piece:
+    if not cut:
         return tensor
+    first, count, *rows = cut
     row, stride = map(whole, rows or (tensor.row, tensor.stride))
     if not (row >= 1 and stride >= 1 and (whole(count) <= row or stride >= row)):
         raise ValueError(f"rows of {row} elements every {stride}")

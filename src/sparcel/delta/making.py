@@ -50,7 +50,7 @@ def changed(
     layout = layout_of(pieces[0].dtype)
     classes, steps = CODES[code]
     before, after = kernel_pieces(pieces, old), kernel_pieces(pieces, now)
-    changing, elements, packed, limits, changes, shift, *streams, total = _cpu.delta_encode(
+    changing, nibbles, limits, changes, shift, *streams, total = _cpu.delta_encode(
         before, after, *layout.coded, classes, steps
     )
     if not changing:
@@ -59,12 +59,13 @@ def changed(
     after = [after[i] for i in changing]
     coded = replace(
         blank,
-        code="nibbles" if packed else "steps" if steps else "values",
+        code="nibbles" if nibbles else "steps" if steps else "values",
         layout=layout,
         pieces=tuple(pieces),
         sum=total,
         limits=tuple(limits),
-        changes=(*changes, elements) if packed else tuple(changes),
+        changes=tuple(changes),
+        nibbles=nibbles,
         shift=shift,
         lengths=_lengths(*streams),
         streams=b"".join(streams),
@@ -85,24 +86,22 @@ def _xored(coded: Chunk, old: list[_cpu.Piece], now: list[_cpu.Piece]) -> Chunk:
 
     It can be where many change alike. A sample of the longest piece tells whether it may be.
     """
-    if _MANY * coded.changed < coded.elements:
+    size = coded.elements * coded.layout.itemsize
+    if _MANY * coded.changed < coded.elements or size > CHUNK_BYTES:
         return coded
     both = [
         (a, b) for (a, *_), (b, *_) in zip(old, now, strict=True) if not (a is None or b is None)
     ]
     before, after = max(both, key=lambda pair: len(pair[0]))
     tried = _planes([before[:_TRIED] ^ after[:_TRIED]])
-    size = coded.elements * coded.layout.itemsize
     if len(zlib.compress(tried, 1)) * size > len(coded.streams) * len(tried):
         return coded
     packed = zlib.compress(_planes([a ^ b for a, b in both]))
     if len(packed) >= len(coded.streams):
         return coded
     changed = sum(int((a != b).sum()) for a, b in both)
-    lengths = (0, 0, len(packed))
-    return replace(
-        coded, code="xor", limits=(), changes=(changed,), shift=0, lengths=lengths, streams=packed
-    )
+    told = replace(coded, code="xor", limits=(), changes=(changed,), nibbles=0, shift=0)
+    return replace(told, lengths=(0, 0, len(packed)), streams=packed)
 
 
 def _planes(words: list[Tensor]) -> bytes:

@@ -110,20 +110,7 @@ class Part:
 
     def pieces(self, nbytes: int) -> Iterator[Piece]:
         """Cut the part into pieces of at most so many bytes; an empty tensor is one, too."""
-        piece, most = self.piece, nbytes // self.piece.dtype.itemsize
-        if piece.count <= most:
-            if piece.count or not piece.size:
-                yield piece
-            return
-        if not piece.ranges:
-            most = most // piece.row * piece.row or most
-        begin = 0
-        while begin < piece.count:
-            end = min(begin + most, piece.count)
-            if not piece.ranges and most < piece.row:
-                end = min(end, (begin // piece.row + 1) * piece.row)
-            yield piece.cut(begin, end)
-            begin = end
+        return self.piece.cuts(nbytes)
 
 
 class _Unwrapped(MutableMapping[str, Tensor]):

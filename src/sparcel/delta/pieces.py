@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -89,6 +89,23 @@ class Piece:
         if begin % self.row or (end % self.row and end != self.count):
             return replace(self, first=first + begin % self.row, row=end - begin, count=end - begin)
         return replace(self, first=first, count=end - begin)
+
+    def cuts(self, nbytes: int) -> Iterator[Piece]:
+        """Cut it into pieces of at most so many bytes; that of an empty tensor is one, too."""
+        most = nbytes // self.dtype.itemsize
+        if self.count <= most:
+            if self.count or not self.size:
+                yield self
+            return
+        if not self.ranges:
+            most = most // self.row * self.row or most
+        begin = 0
+        while begin < self.count:
+            end = min(begin + most, self.count)
+            if not self.ranges and most < self.row:
+                end = min(end, (begin // self.row + 1) * self.row)
+            yield self.cut(begin, end)
+            begin = end
 
 
 def whole_piece(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Piece:

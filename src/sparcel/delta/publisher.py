@@ -50,7 +50,8 @@ class Publisher:
     code
         As for `encode`.
     anchor_every
-        A whole model is published every so many versions, for those who join or fall behind.
+        A whole model is published every so many versions, for those who join or fall behind. With
+        it comes a delta from the one before, which is read from the store for that.
     lag
         How many versions a subscriber may be behind and still find all deltas since. What nobody
         within that lag needs is removed.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections import deque
+from collections.abc import Callable, Iterator, MutableMapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,9 +32,8 @@ from sparcel.delta.files import File
 from sparcel.delta.index import Entry, Index, read_index
 from sparcel.delta.making import version_of
 from sparcel.delta.parts import tensors_of
-from sparcel.delta.threads import in_pool
 from sparcel.errors import FormatError, InputError, VersionError, shown
-from sparcel.stores import Store, read_at_most, store_at
+from sparcel.stores import DoubtedStore, Store, read_at_most, store_at
 
 _SPARE = 1 << 20
 """Bytes of a file beside what follows from the weights."""
@@ -216,7 +217,7 @@ class Subscriber:
         return tensors_of(self._target)
 
     def update(self, to: int | None = None) -> Update | None:
-        """Go to the newest version, or to the one with the number ``to``.
+        """Go to the version that is the newest when this begins, or to the one numbered ``to``.
 
         Returns
         -------
@@ -255,10 +256,9 @@ class Subscriber:
         passed_by: set[str] = set()
         missed = 0
         while way := self._index().way(self.version, to, passed_by):
-            jobs = (partial(self._files_of, entry) for entry in way)
-            for entry, files in zip(way, in_pool(jobs, min(ahead, len(way))), strict=False):
+            for entry, files in self._read_ahead(way, ahead):
                 try:
-                    ready = self._read(entry, files, way[-1].version)
+                    ready = self._read(entry, files(), way[-1].version)
                 except FileNotFoundError:  # it was pruned after the index was read, or is lost
                     missed += 1
                     if missed >= _TRIES:
@@ -315,24 +315,43 @@ class Subscriber:
                 " written to them; reload() begins anew"
             )
 
-    def _files_of(self, entry: Entry) -> list[File] | FileNotFoundError | FormatError:
-        """Return the files of a delta or a whole model, or the error that reading them raises."""
-        files, left = [], min(entry.bytes, self._most_bytes())
+    def _read_ahead(
+        self, way: list[Entry], ahead: int
+    ) -> Iterator[tuple[Entry, Callable[[], list[File]]]]:
+        """Yield each entry, and what returns its files, which are being read with those after it.
+
+        All of these have no more bytes together than the files of one step can have. Reads that
+        are not asked for any more end by themselves.
+        """
+        most = self._most_bytes()
+        if min(ahead, len(way)) == 1 or not isinstance(self._store, DoubtedStore):
+            yield from ((entry, partial(self._files_of, entry, most)) for entry in way)
+            return
+        pool, left, size = ThreadPoolExecutor(ahead), deque(way), 0
+        reading: deque[tuple[Entry, Future[list[File]]]] = deque()
         try:
-            for name in entry.names:
-                data = read_at_most(self._store, name, left)
-                files.append(File(data, name))
-                left -= len(data)
-        except (FileNotFoundError, FormatError) as error:
-            return error
+            while left or reading:
+                while left and len(reading) < ahead and (not size or size + left[0].bytes <= most):
+                    entry = left.popleft()
+                    size += entry.bytes
+                    reading.append((entry, pool.submit(self._files_of, entry, most)))
+                entry, files = reading.popleft()
+                yield entry, files.result
+                size -= entry.bytes
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _files_of(self, entry: Entry, most: int) -> list[File]:
+        """Return the files of a delta or a whole model."""
+        files, left = [], min(entry.bytes, most)
+        for name in entry.names:
+            data = read_at_most(self._store, name, left)
+            files.append(File(data, name))
+            left -= len(data)
         return files
 
-    def _read(
-        self, entry: Entry, files: list[File] | FileNotFoundError | FormatError, newest: Version
-    ) -> Ready:
+    def _read(self, entry: Entry, files: list[File], newest: Version) -> Ready:
         """Check what was read, a delta or a whole model, on the way to the version ``newest``."""
-        if isinstance(files, Exception):
-            raise files
         for file, name in zip(files, entry.names, strict=True):
             base = entry.base and file.version("base")
             if (base, file.version()) != (entry.base, entry.version):

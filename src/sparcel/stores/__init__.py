@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -45,7 +45,10 @@ class ExclusiveStore(Store, Protocol):
 
 @runtime_checkable
 class DoubtedStore(Store, Protocol):
-    """A store that may be far, and in other hands: it ends what has no end, and tells typos."""
+    """A store that may be far, and in other hands: it ends what has no end, and tells typos.
+
+    Several threads may read from it at the same time.
+    """
 
     def read_at_most(self, name: str, most: int) -> memoryview:
         """Do as `read`, and raise FormatError as soon as a file is longer than ``most`` bytes."""
@@ -64,8 +67,9 @@ def read_at_most(store: Store, name: str, most: int) -> memoryview:
 
 
 def mapped(store: Store, name: str) -> memoryview:
-    """Return the bytes of a file that does not change, in its own memory if it is in a folder."""
-    return store.mapped(name) if isinstance(store, Folder) else store.read(name)
+    """Return the bytes of a file that does not change, mapped where the store can do that."""
+    take: Callable[[str], memoryview] = getattr(store, "mapped", store.read)
+    return take(name)
 
 
 def check_length(name: str, length: int, most: int | None) -> None:

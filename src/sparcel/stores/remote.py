@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from sparcel._files import mapped
+from sparcel._files import mapped, read_whole
 from sparcel.errors import (
     InputError,
     MissingDependencyError,
@@ -41,10 +41,6 @@ _BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "tos"
 
 _HARMLESS = 3
 """So short parts of a query tell nothing, and would be found in every error."""
-
-_PARTS, _PART, _LARGE = 8, 8 << 20, 64 << 20
-"""How many parts of a large object are read at a time, the bytes of one, and from how many bytes on
-an object is large: an index never is, and is read without asking how long it is."""
 
 _KINDS = (FileNotFoundError, FileExistsError, PermissionError, TimeoutError, ConnectionError)
 """Errors whose kind tells a caller something."""
@@ -95,8 +91,6 @@ class Remote:
         self._in_turn: AbstractContextManager[object] = nullcontext()
         if not self._files.async_impl:
             self._in_turn = _IN_MEMORY if in_memory else threading.Lock()
-        # A web server may send all of a file when it is asked for a part.
-        self._in_parts = self._files.async_impl and not self._protocols.isdisjoint(_BUCKETS)
         self._is_found = in_memory or self._is_web  # these do not tell
         plain = fsspec.AbstractFileSystem.pipe_file  # asynchronous ones have another on the object
         self._can_create = getattr(self._files.pipe_file, "__func__", None) is not plain
@@ -113,32 +107,26 @@ class Remote:
         FormatError
             If there are more.
         """
-        with tempfile.NamedTemporaryFile() as copy:
-            with self._telling(f"{name} cannot be read from"), self._in_turn:
-                in_parts = self._in_parts and (most is None or most > _LARGE)
-                size = 0
-                # Others may copy without a word of how much has come, as ``file://`` does.
-                if in_parts or (most is not None and not self._files.async_impl):
-                    size = self._files.size(self._at(name)) or 0
-                    check_length(name, size, most)
-                if in_parts and size > _LARGE:
-                    self._get_parts(name, size, Path(copy.name))
-                else:
-                    watching = _watching(name, most)
-                    self._files.get_file(self._at(name), copy.name, callback=watching)
-            data = mapped(Path(copy.name))
+        with self._copied(name, most) as copy:
+            data = read_whole(copy)
         check_length(name, len(data), most)
         return data
 
-    def _get_parts(self, name: str, size: int, path: Path) -> None:
-        """Copy a file, several parts at a time: one connection may be far slower than a line."""
-        with path.open("wb") as copy:
-            for begin in range(0, size, _PARTS * _PART):
-                starts = range(begin, min(begin + _PARTS * _PART, size), _PART)
-                ends = [min(start + _PART, size) for start in starts]
-                paths = [self._at(name)] * len(ends)
-                for part in self._files.cat_ranges(paths, starts, ends, on_error="raise"):
-                    copy.write(part)
+    def mapped(self, name: str) -> memoryview:
+        """Return a file's bytes in a file without a name, in the folder for temporary ones."""
+        with self._copied(name, None) as copy:
+            return mapped(copy)
+
+    @contextmanager
+    def _copied(self, name: str, most: int | None) -> Iterator[Path]:
+        """Copy a file to the folder for temporary ones, until the block ends."""
+        with tempfile.NamedTemporaryFile() as copy:
+            with self._telling(f"{name} cannot be read from"), self._in_turn:
+                # Others may copy without a word of how much has come, as ``file://`` does.
+                if most is not None and not self._files.async_impl:
+                    check_length(name, self._files.size(self._at(name)) or 0, most)
+                self._files.get_file(self._at(name), copy.name, callback=_watching(name, most))
+            yield Path(copy.name)
 
     def check_found(self) -> None:
         """Raise InputError if there is no place in which the folder could appear, as no bucket.
