@@ -117,11 +117,10 @@ nb::object encode(const Arrays& old_arrays, const Arrays& now_arrays, size_t ite
             nibbles = classes.changes[0];
             classes.changes[0] = count;
         }
-        return nb::make_tuple(as_list(kept.data(), kept.size()), nibbles,
-                              as_list(classes.limits, classes.count - 1),
-                              as_list(classes.changes, classes.count), shift,
-                              as_bytes(streams.coded.places), as_bytes(streams.coded.values),
-                              as_bytes(streams.coded.bits), sum);
+        return nb::make_tuple(
+            as_list(kept.data(), kept.size()), nibbles, as_list(classes.limits, classes.count - 1),
+            as_list(classes.changes, classes.count), shift, as_bytes(streams.coded.places),
+            as_bytes(streams.coded.values), as_bytes(streams.coded.bits), sum);
     });
 }
 
