@@ -44,6 +44,17 @@ class Worker:
         return seen
 
 
+def begun(folder: Path, model: Model) -> tuple[Publisher, Follower, Worker]:
+    """Publish a version, which a mirror and a worker then have."""
+    publisher = Publisher(folder / "store")
+    publisher.publish(model)
+    follower = Follower(folder / "store", folder / PLACE)
+    follower.update()
+    worker = Worker(folder / PLACE)
+    worker.load()
+    return publisher, follower, worker
+
+
 def test_workers_see_each_version(tmp_path: Path) -> None:
     """At each step, at some, or only the last; and they read no more than what changes."""
     models = history(8)
@@ -75,15 +86,10 @@ def test_workers_see_each_version(tmp_path: Path) -> None:
 
 def test_a_worker_that_is_far_behind_is_told_all(tmp_path: Path) -> None:
     models = history(8)
-    publisher, worker = Publisher(tmp_path / "store"), None
-    follower = Follower(tmp_path / "store", tmp_path / PLACE)
-    for model in models:
+    publisher, follower, worker = begun(tmp_path, models[0])
+    for model in models[1:]:
         publisher.publish(model)
         follower.update()
-        if worker is None:
-            worker = Worker(tmp_path / PLACE)
-            worker.load()
-    assert worker is not None
     seen = worker.load()
     assert seen is not None
     assert seen.base is None
@@ -124,12 +130,7 @@ def test_tensors_that_come_go_and_are_tied(tmp_path: Path) -> None:
 
 def test_a_follower_goes_on_with_a_whole_mirror_and_else_makes_it_anew(tmp_path: Path) -> None:
     models = history(4)
-    publisher = Publisher(tmp_path / "store")
-    publisher.publish(models[0])
-    follower = Follower(tmp_path / "store", tmp_path / PLACE)
-    follower.update()
-    worker = Worker(tmp_path / PLACE)
-    worker.load()
+    publisher, follower, worker = begun(tmp_path, models[0])
     follower.close()
     publisher.publish(models[1])
     follower = Follower(tmp_path / "store", tmp_path / PLACE)
@@ -162,25 +163,20 @@ def test_a_follower_goes_on_with_a_whole_mirror_and_else_makes_it_anew(tmp_path:
 
 def test_readers_wait_while_a_version_is_written(tmp_path: Path) -> None:
     models = history(2)
-    publisher = Publisher(tmp_path / "store")
-    publisher.publish(models[0])
-    follower = Follower(tmp_path / "store", tmp_path / PLACE)
-    follower.update()
-    worker = Worker(tmp_path / PLACE)
-    worker.load()
+    publisher, follower, worker = begun(tmp_path, models[0])
     publisher.publish(models[1])
-    begun, go_on = threading.Event(), threading.Event()
+    halted, go_on = threading.Event(), threading.Event()
     apply = mirror.Ready.apply
 
     def halfway(ready: mirror.Ready) -> None:
-        begun.set()
+        halted.set()
         assert go_on.wait(60)
         apply(ready)
 
     with patch.object(mirror.Ready, "apply", halfway):
         writer = threading.Thread(target=follower.update)
         writer.start()
-        assert begun.wait(60)
+        assert halted.wait(60)
         with (
             patch.object(mirror, "_PATIENCE", 0.05),
             pytest.raises(VersionError, match=r"being written to .* for 0.05 seconds; if its foll"),
@@ -195,10 +191,7 @@ def test_readers_wait_while_a_version_is_written(tmp_path: Path) -> None:
 def test_what_was_made_of_two_versions_is_told(tmp_path: Path) -> None:
     """Of a reader that reads all, and stands still meanwhile; it reads all again."""
     models = history(3)
-    publisher = Publisher(tmp_path / "store")
-    publisher.publish(models[0])
-    follower = Follower(tmp_path / "store", tmp_path / PLACE)
-    follower.update()
+    publisher, follower, _ = begun(tmp_path, models[0])
     reader = Mirror(tmp_path / PLACE)
     seen = reader.update()
     assert seen is not None
@@ -227,12 +220,7 @@ def test_what_was_made_of_two_versions_is_told(tmp_path: Path) -> None:
 def test_files_of_a_mirror_that_vanish(tmp_path: Path) -> None:
     """Without those that tell what changed, all is told; without weights, that they lack."""
     models = history(3)
-    publisher = Publisher(tmp_path / "store")
-    publisher.publish(models[0])
-    follower = Follower(tmp_path / "store", tmp_path / PLACE)
-    follower.update()
-    worker = Worker(tmp_path / PLACE)
-    worker.load()
+    publisher, follower, worker = begun(tmp_path, models[0])
     publisher.publish(models[1])
     follower.update()
     (places,) = (tmp_path / PLACE).glob("changes-*")
