@@ -24,6 +24,7 @@ from time import perf_counter, process_time
 import torch
 from torch import Tensor
 
+from benchmarks.deltas.memory import process_bytes
 from benchmarks.machine import itself, machine
 from benchmarks.record import RESULTS, Row, show, write
 from sparcel import delta
@@ -59,12 +60,12 @@ def step(model: dict[str, Tensor]) -> None:
 
 def measured(what: str, work: Callable[[], delta.Version]) -> Row:
     """Return what some work takes; its memory is looked at a hundred times a second."""
-    ended, before, peak = Event(), _anonymous(), 0
+    ended, before, peak = Event(), process_bytes("RssAnon"), 0
 
     def watch() -> None:
         nonlocal peak
         while not ended.wait(0.01):
-            peak = max(peak, _anonymous())
+            peak = max(peak, process_bytes("RssAnon"))
 
     thread = Thread(target=watch)
     thread.start()
@@ -74,12 +75,6 @@ def measured(what: str, work: Callable[[], delta.Version]) -> Row:
     ended.set()
     thread.join()
     return {**row, "peak": peak - before, "version": str(version)}
-
-
-def _anonymous() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (found,) = (line.split()[1] for line in lines if line.startswith("RssAnon:"))
-    return 1024 * int(found)
 
 
 def publishing(folder: Path) -> list[Row]:
@@ -118,16 +113,9 @@ def main() -> None:
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
         for side in (publishing, serving):
             rows += pool.submit(side, given.folder).result()
-    told = {
-        name: value
-        for entry in delta.read_index(given.folder / "store").entries
-        if entry.kind == "delta"
-        for name, value in (
-            ("elements", entry.elements),
-            ("changed", entry.changed),
-            ("bytes", entry.bytes),
-        )
-    }
+    entries = delta.read_index(given.folder / "store").entries
+    (step_told,) = (entry for entry in entries if entry.kind == "delta")
+    told = {name: getattr(step_told, name) for name in ("elements", "changed", "bytes")}
     write(given.output, {**origin, **told}, rows)
     show(rows)
     print(told)

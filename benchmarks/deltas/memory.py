@@ -59,7 +59,7 @@ def _encoded(place: int, before: Path, after: Path, elements: int, file: Path) -
     return {
         "elements": elements,
         "model_bytes": sum(tensor.nbytes for tensor in old.values()),
-        "encode_peak_bytes": _process_bytes("VmHWM") - resident,
+        "encode_peak_bytes": process_bytes("VmHWM") - resident,
         "encode_cpu_g": elements / busy / 1e9,
     }
 
@@ -71,7 +71,7 @@ def _applied(place: int, before: Path, elements: int, file: Path) -> Row:
     WAYS[place].apply(target, _buffers(file))
     busy = process_time() - start
     return {
-        "apply_peak_bytes": _process_bytes("VmHWM") - resident,
+        "apply_peak_bytes": process_bytes("VmHWM") - resident,
         "apply_cpu_g": sum(tensor.numel() for tensor in target.values()) / busy / 1e9,
     }
 
@@ -92,10 +92,11 @@ def tiled(file: Path, elements: int) -> Weights:
 def _resident() -> int:
     """Return the bytes that are resident, which the peak begins from."""
     Path("/proc/self/clear_refs").write_text("5")
-    return _process_bytes("VmRSS")
+    return process_bytes("VmRSS")
 
 
-def _process_bytes(name: str) -> int:
+def process_bytes(name: str) -> int:
+    """Return what the kernel says of this process's memory."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (found,) = (line.split()[1] for line in lines if line.startswith(f"{name}:"))
     return 1024 * int(found)

@@ -103,9 +103,28 @@ def mapped(path: Path, *, links: bool = True) -> memoryview:
         If it is no file.
     """
     with open_regular(path, links=links) as file:
-        if not os.fstat(file.fileno()).st_size:
-            return memoryview(b"")  # which cannot be mapped
-        return memoryview(mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE))
+        return _map(file.fileno(), flags=mmap.MAP_PRIVATE)
+
+
+def shared(path: Path, *, writes: bool) -> memoryview:
+    """Return a file's bytes where they are, as all see them who map it so; no link is followed.
+
+    Raises
+    ------
+    FormatError
+        If it is no file.
+    """
+    file = _opened(path, os.O_RDWR if writes else os.O_RDONLY, False, None)
+    try:
+        return _map(file, access=mmap.ACCESS_WRITE if writes else mmap.ACCESS_READ)
+    finally:
+        os.close(file)
+
+
+def _map(file: int, **how: int) -> memoryview:
+    if not os.fstat(file).st_size:
+        return memoryview(b"")  # which cannot be mapped
+    return memoryview(mmap.mmap(file, 0, **how))
 
 
 def create(path: Path, like: os.stat_result | None = None) -> BufferedRandom:

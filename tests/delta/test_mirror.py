@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from sparcel.delta import Follower, Mirror, Publisher, Seen, assign_, mirror, version_of
+from sparcel.delta import Follower, Mirror, Publisher, Ready, Seen, assign_, mirror, version_of
 from sparcel.errors import FormatError, InputError, VersionError
 from tests.delta.histories import history
 from tests.delta.pairs import Model, copied, same
@@ -166,14 +166,14 @@ def test_readers_wait_while_a_version_is_written(tmp_path: Path) -> None:
     publisher, follower, worker = begun(tmp_path, models[0])
     publisher.publish(models[1])
     halted, go_on = threading.Event(), threading.Event()
-    apply = mirror.Ready.apply
+    apply = Ready.apply
 
-    def halfway(ready: mirror.Ready) -> None:
+    def halfway(ready: Ready) -> None:
         halted.set()
         assert go_on.wait(60)
         apply(ready)
 
-    with patch.object(mirror.Ready, "apply", halfway):
+    with patch.object(Ready, "apply", halfway):
         writer = threading.Thread(target=follower.update)
         writer.start()
         assert halted.wait(60)

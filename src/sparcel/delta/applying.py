@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from sparcel.delta.bits import bits_of
+from sparcel.delta.change import Change
 from sparcel.delta.chunk import Chunk, Version, read_chunk
-from sparcel.delta.decoding import FETCH, Change, Found, found_in, new_tensors
+from sparcel.delta.decoding import FETCH, Found, found_in, new_tensors
 from sparcel.delta.parts import Part, Weights, memory_of, owners, parts_of, tensors_of
 from sparcel.delta.threads import in_pool, in_threads
 from sparcel.delta.writable import check_writable

@@ -93,6 +93,17 @@ def bits_of(elements: Tensor) -> Tensor:
     return elements.detach().view(layout_of(elements.dtype).integers)
 
 
+def planes_of(words: Tensor) -> bytes:
+    """Return the lowest bytes of all integers, the next ones of all, and so on."""
+    return words.view(torch.uint8).view(len(words), -1).T.contiguous().numpy().tobytes()
+
+
+def from_planes(planes: bytes, integers: torch.dtype) -> Tensor:
+    """Return the integers whose bytes `planes_of` has told."""
+    octets = torch.frombuffer(bytearray(planes), dtype=torch.uint8)
+    return octets.view(integers.itemsize, -1).T.contiguous().view(integers).view(-1)
+
+
 @lru_cache(1 << 14)
 def key_of(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     """Return the number (64 bits) that stands for a tensor in sums."""

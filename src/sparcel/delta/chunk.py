@@ -28,9 +28,9 @@ MOST_NUMBER = (1 << 63) - 1
 """The largest number of a version."""
 MOST_ELEMENTS = 1 << 25
 CHUNK_CODES = ("steps", "nibbles", "values", "dense", "xor", "removed")
-"""What a chunk may hold: of each changed element, or nibble of it, a step in units in the last
-place; of each changed element the new value; the new values of all elements; these, exclusive or
-the old ones, packed; or nothing, because the tensor is gone."""
+"""What a chunk may hold: a step in units in the last place of each element, or of each nibble, that
+changed; the new value of each changed element; the new values of all elements; the XOR of all old
+and new values, packed; or nothing, because the tensor is gone."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Chunk:
                 "streams": self.lengths,
                 "code": self.code,
                 "dtype": self.layout.name,
-                **headers.told(self.pieces),
+                **headers.description_of(self.pieces),
                 "limits": self.limits,
                 "shift": self.shift,
                 "nibbles": self.nibbles,
@@ -236,7 +236,7 @@ def _parsed(header: dict[str, Any], rest: memoryview, slack: int) -> Chunk:
         last=bool(header["last"]),
         code=header["code"],
         layout=layout,
-        pieces=tuple(headers.pieces_told(header, layout)),
+        pieces=tuple(headers.pieces_of(header, layout)),
         sum=total,
         new=bool(header["new"]),
         shift=whole(header["shift"], 8 * layout.itemsize),
@@ -267,21 +267,25 @@ def _check(chunk: Chunk) -> None:
     if chunk.shift and chunk.code != "steps":
         raise ValueError(f"a shift in code {chunk.code!r}")
     size = chunk.elements * chunk.layout.itemsize
-    is_plain = chunk.code in ("dense", "xor", "removed")  # without symbols
-    if is_plain and (chunk.lengths[:2] != (0, 0) or chunk.limits):
-        raise ValueError(f"{chunk.lengths} bytes of streams in code {chunk.code!r}")
-    if chunk.code in ("dense", "removed") and (
-        chunk.changes or chunk.lengths[2] != (size if chunk.code == "dense" else 0)
-    ):
-        raise ValueError(f"{chunk.lengths[2]} bytes for {size} of elements")
-    if chunk.code == "xor" and (len(chunk.changes) != 1 or size > CHUNK_BYTES):
-        raise ValueError(f"XOR of {size} bytes, and changes {chunk.changes}")
-    if not is_plain:
-        if len(chunk.changes) != len(chunk.limits) + 1 or len(chunk.changes) > _cpu.MOST_CLASSES:
-            raise ValueError(f"{len(chunk.changes)} classes with {len(chunk.limits)} limits")
-        if list(chunk.limits) != sorted(set(chunk.limits), reverse=True):
-            raise ValueError(f"limits {chunk.limits} do not fall")
     if chunk.nibbles > (2 * size if chunk.code == "nibbles" else 0):
         raise ValueError(f"{chunk.nibbles} nibbles change in {size} bytes")
     if chunk.changed > chunk.elements:
         raise ValueError(f"{chunk.changed} changes of {chunk.elements} elements")
+    if chunk.code in ("dense", "xor", "removed"):
+        _check_plain(chunk, size)
+        return
+    if len(chunk.changes) != len(chunk.limits) + 1 or len(chunk.changes) > _cpu.MOST_CLASSES:
+        raise ValueError(f"{len(chunk.changes)} classes with {len(chunk.limits)} limits")
+    if list(chunk.limits) != sorted(set(chunk.limits), reverse=True):
+        raise ValueError(f"limits {chunk.limits} do not fall")
+
+
+def _check_plain(chunk: Chunk, size: int) -> None:
+    """Check a chunk without symbols, whose elements have ``size`` bytes."""
+    length = {"dense": size, "removed": 0}.get(chunk.code, chunk.lengths[2])
+    if chunk.lengths != (0, 0, length):
+        raise ValueError(f"{chunk.lengths} bytes of streams for {size} of elements")
+    if len(chunk.changes) != (chunk.code == "xor"):
+        raise ValueError(f"changes {chunk.changes} in code {chunk.code!r}")
+    if chunk.code == "xor" and size > CHUNK_BYTES:
+        raise ValueError(f"XOR of {size} bytes")

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from sparcel import _cpu
-from sparcel.delta.bits import bits_of, hashed, stepped
+from sparcel.delta.bits import bits_of, from_planes, hashed, stepped
+from sparcel.delta.change import Change
 from sparcel.delta.chunk import Chunk, read_chunk
-from sparcel.delta.making import kernel_piece, kernel_pieces
+from sparcel.delta.making import held, kernel_piece, kernel_pieces
 from sparcel.delta.parsing import malformed
 from sparcel.delta.parts import Part, Weights, parts_of
 from sparcel.delta.pieces import CHUNK_BYTES, Piece
@@ -21,45 +22,6 @@ from sparcel.errors import FormatError, InputError, VersionError, few, shown
 
 FETCH = "fetch a full version, as `Subscriber.reload()` does"
 """The advice when a delta does not fit the weights."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """What changes in a tensor.
-
-    Attributes
-    ----------
-    name, dtype, shape
-        Of the whole tensor.
-    indices
-        int64, ``[k]``: the elements that change, counted row by row.
-    values
-        ``[k]``, of the tensor's dtype: their new values; None if the tensor is gone.
-    new
-        Whether the tensor was not there before. It is new as a whole, in one or several changes.
-    tied_to
-        The first name of a tied tensor, which is told under all its names, if this is another one.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    indices: Tensor
-    values: Tensor | None
-    new: bool = False
-    tied_to: str | None = None
-
-    @classmethod
-    def whole(cls, name: str, tensor: Tensor, tied_to: str | None = None) -> Change:
-        """Return the change that makes a tensor, which was not there before."""
-        everything = torch.arange(tensor.numel())
-        values = tensor.detach().reshape(-1)
-        return cls(name, tensor.dtype, tuple(tensor.shape), everything, values, True, tied_to)
-
-    @classmethod
-    def gone(cls, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Change:
-        """Return the change that takes a tensor away."""
-        return cls(name, dtype, shape, torch.empty(0, dtype=torch.int64), None)
 
 
 def decode(chunk: bytes | memoryview | Chunk, base: Weights | None = None) -> Iterator[Change]:
@@ -286,22 +248,19 @@ def _found_on_device(found: Found, parts: Mapping[str, Part]) -> Found:
 
 def _xor_found(chunk: Chunk, parts: Mapping[str, Part]) -> Found:
     """Unpack what old bits differ by from new ones: bytes by their place in an element."""
-    itemsize = chunk.layout.itemsize
-    size = chunk.elements * itemsize
+    size = chunk.elements * chunk.layout.itemsize
     unpacker = zlib.decompressobj()
     with malformed("a chunk's XOR is wrong"):
         planes = unpacker.decompress(chunk.streams[: chunk.lengths[2]], size + 1)
         if len(planes) != size or not unpacker.eof:
             raise ValueError(f"it has {len(planes)} bytes instead of {size}")
-    elements = np.frombuffer(planes, np.uint8).reshape(itemsize, -1).T.copy()
-    xor = torch.from_numpy(elements.view(f"i{itemsize}").ravel())
+    xor = from_planes(planes, chunk.layout.integers)
     old = kernel_pieces(chunk.pieces, parts)
-    after = torch.cat([bits for bits, *_ in old if bits is not None]) ^ xor
-    now = [kernel_piece(piece, bits) for piece, _, bits in Found(chunk, None, after).pieces()]
+    after = torch.cat(held(old)) ^ xor
     places = xor.nonzero().squeeze(1)
     if len(places) != chunk.changed:
         raise _not_this_base(chunk)
-    _check_sum(chunk, _cpu.delta_sum(now, itemsize) - _cpu.delta_sum(old, itemsize))
+    _check_all(Found(chunk, None, after), old)
     return Found(chunk, places.int(), after[places], old if _in_place(chunk, parts) else None)
 
 
@@ -313,6 +272,12 @@ def _all_found(chunk: Chunk, parts: Mapping[str, Part] | None) -> Found:
     old = [] if parts is None else kernel_pieces(chunk.pieces, parts)
     found = Found(chunk, None, after, old if _in_place(chunk, parts) else None)
     if chunk.new or parts is not None:
-        now = [kernel_piece(piece, bits) for piece, _, bits in found.pieces()]
-        _check_sum(chunk, _cpu.delta_sum(now, itemsize) - _cpu.delta_sum(old, itemsize))
+        _check_all(found, old)
     return found
+
+
+def _check_all(found: Found, old: list[_cpu.Piece]) -> None:
+    """Check the sum of a chunk of which all elements are known, old ones and new ones."""
+    itemsize = found.chunk.layout.itemsize
+    now = [kernel_piece(piece, bits) for piece, _, bits in found.pieces()]
+    _check_sum(found.chunk, _cpu.delta_sum(now, itemsize) - _cpu.delta_sum(old, itemsize))

@@ -41,7 +41,8 @@ _DICTIONARY = (
     b'{"target":1,"base":0,"part":0,"changes":[1],"streams":[1,1,1],"code":"steps","dtype":"bfloat16",'
     b'"tensors":[[1,["model.embed_tokens.weight"],[32000,4096],[]],[32,["model.layers.",'
     b'".self_attn.v_proj.weight"],[4096,1024],[[0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,'
-    b'21,22,23,24,25,26,27,28,29,30,31]]]],"cuts":[],"limits":[],"shift":0,"nibbles":0,"new":false,"shard":[0,1],'
+    b'21,22,23,24,25,26,27,28,29,30,31]]]],"cuts":[],"limits":[],"shift":0,"nibbles":0,"new":false,'
+    b'"shard":[0,1],'
     b'"last":true,"ties":{},"untied":[]}'
 )
 """What headers have in common: it is part of the layout, and never changes."""
@@ -112,9 +113,11 @@ def template_of(name: str) -> tuple[str, ...]:
     return tuple(_NUMBER.split(name, _NUMBERS)[::2])
 
 
-def told(pieces: Sequence[Piece]) -> dict[str, object]:
-    """Describe pieces: how many consecutive ones have alike names and the same shape, what is alike
-    in these, the shape, and the first number of each name, the second one of each, and so on.
+def description_of(pieces: Sequence[Piece]) -> dict[str, object]:
+    """Return the fields of a header that describe pieces.
+
+    Consecutive pieces with alike names and the same shape are described together: by their number,
+    the text of their names without numbers, the shape, and a list for each number in the names.
     """
     tensors = []
     for (template, shape), alike in groupby(pieces, lambda one: (template_of(one.name), one.shape)):
@@ -131,17 +134,17 @@ def _cut(piece: Piece) -> list[int]:
     return [piece.first, piece.count, *rows]
 
 
-def pieces_told(header: Mapping[str, Any], layout: Layout) -> Iterator[Piece]:
-    """Yield the pieces that a header describes; `malformed` is to know what it raises otherwise."""
+def pieces_of(header: Mapping[str, Any], layout: Layout) -> Iterator[Piece]:
+    """Yield the pieces that a header describes; what else it may hold, `malformed` must catch."""
     count = sum(whole(count) for count, *_ in header["tensors"])
     if count > MOST_PIECES:
         raise ValueError(f"more than {MOST_PIECES} pieces")
     cuts = header["cuts"] or [()] * count
-    for (name, shape), cut in zip(_tensors_told(header["tensors"]), cuts, strict=True):
+    for (name, shape), cut in zip(_tensors_of(header["tensors"]), cuts, strict=True):
         yield _piece_of(whole_piece(name, layout.dtype, shape), *cut)
 
 
-def _tensors_told(groups: Sequence[Sequence[Any]]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _tensors_of(groups: Sequence[Sequence[Any]]) -> Iterator[tuple[str, tuple[int, ...]]]:
     room = _MOST
     for count, template, lengths, columns in groups:
         shape = _shape_read(lengths)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparcel import _cpu
-from sparcel.delta.bits import layout_of
+from sparcel.delta.bits import layout_of, planes_of
 from sparcel.delta.chunk import Chunk, Version
 from sparcel.delta.parts import Part, Weights, parts_of, untied
 from sparcel.delta.pieces import CHUNK_BYTES, Piece
@@ -39,6 +39,11 @@ def kernel_pieces(pieces: Iterable[Piece], parts: Mapping[str, Part] | None) -> 
     return [kernel_piece(piece, parts[piece.name].gathered(piece)) for piece in pieces]
 
 
+def held(pieces: Iterable[_cpu.Piece]) -> list[Tensor]:
+    """Return the bits of pieces that have them."""
+    return [bits for bits, *_ in pieces if bits is not None]
+
+
 def changed(
     blank: Chunk,
     pieces: list[Piece],
@@ -50,7 +55,7 @@ def changed(
     layout = layout_of(pieces[0].dtype)
     classes, steps = CODES[code]
     before, after = kernel_pieces(pieces, old), kernel_pieces(pieces, now)
-    changing, nibbles, limits, changes, shift, *streams, total = _cpu.delta_encode(
+    changing, nibbles, limits, changes, shift, places, values, bits, total = _cpu.delta_encode(
         before, after, *layout.coded, classes, steps
     )
     if not changing:
@@ -67,18 +72,14 @@ def changed(
         changes=tuple(changes),
         nibbles=nibbles,
         shift=shift,
-        lengths=_lengths(*streams),
-        streams=b"".join(streams),
+        lengths=(len(places), len(values), len(bits)),
+        streams=places + values + bits,
     )
     if steps:
         coded = _xored(coded, before, after)
     if len(coded.streams) < coded.elements * layout.itemsize:
         return coded
     return _dense(blank, pieces, after, total, new=False)
-
-
-def _lengths(places: bytes, values: bytes, bits: bytes) -> tuple[int, int, int]:
-    return len(places), len(values), len(bits)
 
 
 def _xored(coded: Chunk, old: list[_cpu.Piece], now: list[_cpu.Piece]) -> Chunk:
@@ -89,31 +90,22 @@ def _xored(coded: Chunk, old: list[_cpu.Piece], now: list[_cpu.Piece]) -> Chunk:
     size = coded.elements * coded.layout.itemsize
     if _MANY * coded.changed < coded.elements or size > CHUNK_BYTES:
         return coded
-    both = [
-        (a, b) for (a, *_), (b, *_) in zip(old, now, strict=True) if not (a is None or b is None)
-    ]
+    both = list(zip(held(old), held(now), strict=True))
     before, after = max(both, key=lambda pair: len(pair[0]))
-    tried = _planes([before[:_TRIED] ^ after[:_TRIED]])
+    tried = planes_of(before[:_TRIED] ^ after[:_TRIED])
     if len(zlib.compress(tried, 1)) * size > len(coded.streams) * len(tried):
         return coded
-    packed = zlib.compress(_planes([a ^ b for a, b in both]))
+    packed = zlib.compress(planes_of(torch.cat([a ^ b for a, b in both])))
     if len(packed) >= len(coded.streams):
         return coded
-    changed = sum(int((a != b).sum()) for a, b in both)
-    told = replace(coded, code="xor", limits=(), changes=(changed,), nibbles=0, shift=0)
-    return replace(told, lengths=(0, 0, len(packed)), streams=packed)
-
-
-def _planes(words: list[Tensor]) -> bytes:
-    """Return the lowest bytes of all words, the next ones of all, and so on."""
-    every = torch.cat(words)
-    return every.view(torch.uint8).view(len(every), -1).T.contiguous().numpy().tobytes()
+    alike = replace(coded, code="xor", limits=(), changes=(coded.changed,), nibbles=0, shift=0)
+    return replace(alike, lengths=(0, 0, len(packed)), streams=packed)
 
 
 def _dense(
     blank: Chunk, pieces: list[Piece], now: list[_cpu.Piece], total: int, new: bool
 ) -> Chunk:
-    streams = b"".join(bits.numpy().tobytes() for bits, *_ in now if bits is not None)
+    streams = b"".join(bits.numpy().tobytes() for bits in held(now))
     return replace(
         blank,
         code="dense",

@@ -14,7 +14,7 @@ from sparcel._checks import checked_whole
 from sparcel.delta.applying import apply_, write_in_turn
 from sparcel.delta.base import copied, remembered
 from sparcel.delta.casting import Cast, served
-from sparcel.delta.chunk import Version, read_chunk
+from sparcel.delta.chunk import Chunk, Version, read_chunk
 from sparcel.delta.encoding import encode_parts
 from sparcel.delta.files import File, anchor_file, check_storable, delta_file
 from sparcel.delta.index import Entry, Index, file_name
@@ -29,9 +29,9 @@ from sparcel.stores import Store, mapped, store_at
 @dataclass(frozen=True)
 class _Delta:
     chunks: list[bytes]
+    read: list[Chunk]
     base: Version
     version: Version
-    changed: int
 
 
 class Publisher:
@@ -160,7 +160,7 @@ class Publisher:
 
     def _follow(self, delta: _Delta) -> None:
         """Let the base follow by what was published; if that fails, it is read anew."""
-        chunks, base = list(map(read_chunk, delta.chunks)), parts_of(self._base)
+        chunks, base = delta.read, parts_of(self._base)
         if any(one.new or one.leaving for one in chunks) or chunks[-1].ties != ties_of(base):
             apply_(self._base, chunks, self.version)
         else:
@@ -187,11 +187,12 @@ class Publisher:
         chunks = list(encode_parts(now, old, self._code, since, number))
         read = [read_chunk(chunk) for chunk in chunks]
         version = since.after(number, sum(chunk.sum for chunk in read))
-        return _Delta(chunks, since, version, sum(chunk.changed for chunk in read))
+        return _Delta(chunks, read, since, version)
 
     def _commit_delta(self, delta: _Delta) -> None:
         file = delta_file(delta.chunks, delta.base, delta.version)
-        self._commit(delta.base, delta.version, file, delta.changed)
+        changed = sum(chunk.changed for chunk in delta.read)
+        self._commit(delta.base, delta.version, file, changed)
 
     def _commit_anchor(self, version: Version) -> Version:
         self._commit(None, version, anchor_file(self._base, version), self._elements())

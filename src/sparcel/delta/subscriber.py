@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -17,23 +14,21 @@ from torch.distributed.tensor import DTensor
 from sparcel._checks import checked_flag
 from sparcel.delta.anchor import Whole, check_places, failing_as_file, whole_of
 from sparcel.delta.applying import (
-    Done,
     Inverse,
     Prepared,
     Target,
-    changes_of,
     check_together,
     prepare,
-    whole_changes,
 )
 from sparcel.delta.chunk import Version, read_chunk
-from sparcel.delta.decoding import Change
 from sparcel.delta.files import File
 from sparcel.delta.index import Entry, Index, read_index
 from sparcel.delta.making import version_of
 from sparcel.delta.parts import tensors_of
+from sparcel.delta.reading import read_ahead
+from sparcel.delta.update import Untold, Update
 from sparcel.errors import FormatError, InputError, VersionError, shown
-from sparcel.stores import DoubtedStore, Store, read_at_most, store_at
+from sparcel.stores import Store, store_at
 
 _SPARE = 1 << 20
 """Bytes of a file beside what follows from the weights."""
@@ -70,90 +65,6 @@ class Ready:
         """
         self._subscriber._apply(self._entry, self._since, self._step)
         return self._subscriber._tell()
-
-
-@dataclass(frozen=True)
-class Update:
-    """A version that a subscriber has reached, and what it took since it told of one before.
-
-    Attributes
-    ----------
-    base
-        The version that it has told before, or None if a whole model was read since.
-    version
-        The version now.
-    bytes
-        Length of all files that were read.
-    changed
-        How many elements each step has changed, added up; all of them after a whole model.
-    """
-
-    base: Version | None
-    version: Version
-    bytes: int
-    changed: int
-    _subscriber: Subscriber = field(repr=False)
-    _steps: list[Done] | None = field(repr=False)
-    _moves: int = field(repr=False)
-
-    def changes(self) -> Iterator[Change]:
-        """Yield all that has changed since ``base``, with the new values.
-
-        An element that changed in several versions may come several times, with the same value. If
-        ``base`` is None, all tensors come whole, and others that there may have been are gone.
-
-        Raises
-        ------
-        VersionError
-            If the subscriber has gone on since, so that its weights have other values. The iterator
-            raises it, too, if that happens before its end.
-        """
-        self._check_current()
-        now = self._subscriber.tensors
-        told = whole_changes(now, now) if self._steps is None else changes_of(self._steps, now)
-        return self._while_current(told)
-
-    def _while_current(self, changes: Iterator[Change]) -> Iterator[Change]:
-        self._check_current()
-        for change in changes:
-            yield change
-            self._check_current()
-
-    def _check_current(self) -> None:
-        if self._moves != self._subscriber._moves:
-            raise VersionError(
-                f"the subscriber has left version {self.version}, whose values cannot be told any"
-                " more; take the changes of an update before the next one"
-            )
-
-
-@dataclass
-class _Untold:
-    """What a subscriber has done since it told of a version.
-
-    Attributes
-    ----------
-    base
-        The version of which it told, or None if a whole model was read since.
-    steps
-        Deltas that were written and undone since then.
-    """
-
-    base: Version | None = None
-    bytes: int = 0
-    changed: int = 0
-    steps: list[Done] = field(default_factory=list)
-    is_new: bool = False
-    """Whether a version was read, and none was only undone."""
-
-    def add(self, entry: Entry, inverse: Inverse | None) -> None:
-        if inverse is None:
-            self.base, self.steps, self.changed = None, [], entry.elements
-        elif self.base is not None:
-            self.steps.append(inverse.done())
-            self.changed += entry.changed
-        self.bytes += entry.bytes
-        self.is_new = True
 
 
 class Subscriber:
@@ -203,7 +114,7 @@ class Subscriber:
             raise InputError("a module must have all tensors; to use partial, pass them by name")
         self._is_strict = bool(self._given) and not checked_flag(partial, "partial")
         self._inverse: Inverse | None = None
-        self._untold, self._moves = _Untold(), 0
+        self._untold, self._moves = Untold(), 0
         for name, tensor in self.tensors.items():
             if isinstance(tensor, DTensor):
                 raise InputError(
@@ -256,7 +167,7 @@ class Subscriber:
         passed_by: set[str] = set()
         missed = 0
         while way := self._index().way(self.version, to, passed_by):
-            for entry, files in self._read_ahead(way, ahead):
+            for entry, files in read_ahead(self._store, way, ahead, self._most_bytes()):
                 try:
                     ready = self._read(entry, files(), way[-1].version)
                 except FileNotFoundError:  # it was pruned after the index was read, or is lost
@@ -314,41 +225,6 @@ class Subscriber:
                 f"the weights are {found} instead of version {self.version}: something else has"
                 " written to them; reload() begins anew"
             )
-
-    def _read_ahead(
-        self, way: list[Entry], ahead: int
-    ) -> Iterator[tuple[Entry, Callable[[], list[File]]]]:
-        """Yield each entry, and what returns its files, which are being read with those after it.
-
-        All of these have no more bytes together than the files of one step can have. Reads that
-        are not asked for any more end by themselves.
-        """
-        most = self._most_bytes()
-        if min(ahead, len(way)) == 1 or not isinstance(self._store, DoubtedStore):
-            yield from ((entry, partial(self._files_of, entry, most)) for entry in way)
-            return
-        pool, left, size = ThreadPoolExecutor(ahead), deque(way), 0
-        reading: deque[tuple[Entry, Future[list[File]]]] = deque()
-        try:
-            while left or reading:
-                while left and len(reading) < ahead and (not size or size + left[0].bytes <= most):
-                    entry = left.popleft()
-                    size += entry.bytes
-                    reading.append((entry, pool.submit(self._files_of, entry, most)))
-                entry, files = reading.popleft()
-                yield entry, files.result
-                size -= entry.bytes
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-    def _files_of(self, entry: Entry, most: int) -> list[File]:
-        """Return the files of a delta or a whole model."""
-        files, left = [], min(entry.bytes, most)
-        for name in entry.names:
-            data = read_at_most(self._store, name, left)
-            files.append(File(data, name))
-            left -= len(data)
-        return files
 
     def _read(self, entry: Entry, files: list[File], newest: Version) -> Ready:
         """Check what was read, a delta or a whole model, on the way to the version ``newest``."""
@@ -415,7 +291,7 @@ class Subscriber:
         """Return what was done since the last time, also before an error that interrupted it."""
         done, version = self._untold, self.version
         assert version is not None, "a step was written"
-        self._untold = _Untold(version)
+        self._untold = Untold(version)
         steps = None if done.base is None else done.steps
         return Update(done.base, version, done.bytes, done.changed, self, steps, self._moves)
 

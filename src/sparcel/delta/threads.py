@@ -1,40 +1,35 @@
-"""Jobs in several threads, whose results come in order."""
+"""Jobs of deltas in several threads, whose results come in order.
+
+On a GPU they are in the stream of the thread that calls.
+"""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
+
+from sparcel import _threads
 
 T = TypeVar("T")
 
 
 def in_threads(jobs: Iterator[Callable[[], T]]) -> Iterator[T]:
-    """Run jobs in as many threads as torch uses, and yield their results in order."""
-    threads = torch.get_num_threads()
-    yield from in_pool(jobs, threads) if threads > 1 else (job() for job in jobs)
+    """Run jobs in as many threads as torch uses, and yield their results."""
+    return _threads.in_order(_in_this_stream(), jobs, torch.get_num_threads())
 
 
 def in_pool(jobs: Iterator[Callable[[], T]], threads: int) -> Iterator[T]:
-    """Run jobs in other threads than the one that calls, and yield their results in order.
+    """Run jobs in other threads than the one that calls, which an interrupt could stop."""
+    return _threads.in_pool(_in_this_stream(), jobs, threads)
 
-    On a GPU they are in the stream of the one that calls. All that have begun are awaited, unless
-    a second interrupt comes.
-    """
+
+def _in_this_stream() -> Callable[[Callable[[], T]], T]:
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def run(job: Callable[[], T]) -> T:
         with torch.cuda.stream(stream):
             return job()
 
-    with ThreadPoolExecutor(threads) as pool:
-        waiting: deque[Future[T]] = deque()
-        for job in jobs:
-            waiting.append(pool.submit(run, job))
-            if len(waiting) > threads:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+    return run

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from sparcel import _cpu
+from sparcel._threads import in_order
 from sparcel.errors import InputError, checked_name
 from sparcel.rows import cache, cache_writer
-from sparcel.rows._threads import in_order
 from sparcel.rows.documents import Documents, Fail, read_json_lines, read_lines, read_tsv
 from sparcel.rows.files import Block, blocks
 from sparcel.rows.pieces import FilePiece, Paths, pieces

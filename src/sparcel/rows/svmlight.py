@@ -14,8 +14,8 @@ import torch
 
 from sparcel import _cpu
 from sparcel._checks import checked_whole
+from sparcel._threads import in_order
 from sparcel.errors import InputError, checked_name
-from sparcel.rows._threads import in_order
 from sparcel.rows.documents import MOST_LABEL
 from sparcel.rows.files import Block, blocks
 from sparcel.rows.pieces import Paths, pieces

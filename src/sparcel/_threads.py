@@ -13,9 +13,14 @@ Out = TypeVar("Out")
 
 def in_order(run: Callable[[In], Out], items: Iterable[In], threads: int) -> Iterator[Out]:
     """Yield ``run(item)`` for each item in turn, while threads work on the few next ones."""
-    if threads == 1:
-        yield from map(run, items)
-        return
+    yield from map(run, items) if threads == 1 else in_pool(run, items, threads)
+
+
+def in_pool(run: Callable[[In], Out], items: Iterable[In], threads: int) -> Iterator[Out]:
+    """Do the same on other threads than the one that calls, also if it is one.
+
+    All that have begun are awaited, unless a second interrupt comes.
+    """
     with ThreadPoolExecutor(threads) as pool:
         running: deque[Future[Out]] = deque()
         for item in items:

@@ -1,0 +1,90 @@
+"""The files of a mirror, which is one copy of the weights for all processes of a host.
+
+A mirror is a folder, best in memory. It has the weights in a safetensors file, which is written in
+place; for each of the last versions, a file with the places of what changed; and a page that tells
+the version, and by an odd number that the weights are just being written (a sequence lock).
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from sparcel._files import shared
+from sparcel.delta.chunk import Version
+from sparcel.delta.files import File
+from sparcel.errors import FormatError
+
+PAGE = "state"
+_MAGIC = b"SPDmiror"
+_WORDS, _NAME = 8, 64
+"""Numbers on the page, of 64 bits each, and the bytes of the name that follows."""
+_CHANGES = re.compile(r"changes-(\d+)-([0-9a-f]{16})-(\d+)-([0-9a-f]{16})\.safetensors")
+
+
+class Page:
+    """The page of a mirror, which one process writes and others read."""
+
+    def __init__(self, path: Path, writes: bool) -> None:
+        data = shared(path, writes=writes)
+        if len(data) != len(self.blank()) or data[: len(_MAGIC)] != _MAGIC:
+            raise FormatError(f"{path} is no page of a mirror")
+        self._words = np.frombuffer(data, np.uint64, _WORDS)
+        self._name = np.frombuffer(data, np.uint8, _NAME, self._words.nbytes)
+
+    @staticmethod
+    def blank() -> bytes:
+        """Return a page of which no version is told yet, as if it were being written."""
+        words = np.array([1, *[0] * (_WORDS - 2)], np.uint64)
+        return _MAGIC + words.tobytes() + bytes(_NAME)
+
+    @property
+    def sequence(self) -> int:
+        """A number that grows with each write, and is odd meanwhile."""
+        return int(self._words[1])
+
+    def told(self) -> tuple[Version, str]:
+        """Return the version, and the name of the file with its weights."""
+        number, total = (int(word) for word in self._words[2:4])
+        return Version(number, total), self._name.tobytes().rstrip(b"\0").decode()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Tell readers to wait; after an error they go on waiting."""
+        self._words[1] = self.sequence | 1
+        yield
+        self._words[1] = self.sequence + 1
+
+    def tell(self, version: Version, name: str) -> None:
+        """Note a version while it is being written."""
+        self._words[2:4] = version.number, version.sum
+        self._name[:] = np.frombuffer(name.encode().ljust(_NAME, b"\0"), np.uint8)
+
+
+def mapped_tensors(path: Path, writes: bool) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, as all see them who map it so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not writable")
+        return File(shared(path, writes=writes), path.name).tensors()
+
+
+def changes_name(base: Version, version: Version) -> str:
+    """Return the name of the file that tells where a version differs from the one before."""
+    told = "-".join(f"{one.number}-{one.sum:016x}" for one in (base, version))
+    return f"changes-{told}.safetensors"
+
+
+def changes_of(name: str) -> tuple[Version, Version] | None:
+    """Return the versions of which a file tells the changes, or None if it is another file."""
+    match = _CHANGES.fullmatch(name)
+    if match is None:
+        return None
+    numbers, sums = match.group(1, 3), match.group(2, 4)
+    base, version = (Version(int(n), int(s, 16)) for n, s in zip(numbers, sums, strict=True))
+    return base, version
