@@ -206,7 +206,7 @@ def test_parametrisations_are_told_plainly(tmp_path: Path) -> None:
 
 
 def test_a_module_has_all_tensors(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="to use partial, pass them by name"):
+    with pytest.raises(InputError, match="to use partial or only, pass them by name"):
         Subscriber(tmp_path, net(0), partial=True)
 
 

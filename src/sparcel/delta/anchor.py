@@ -12,6 +12,7 @@ from sparcel.delta.bits import bits_of
 from sparcel.delta.chunk import Version
 from sparcel.delta.files import File
 from sparcel.delta.parts import Weights, memory_of, owners, parts_of, tensors_of, untied
+from sparcel.delta.slices import Sliced
 from sparcel.delta.writable import check_writable
 from sparcel.errors import FormatError, VersionError, few, shown
 
@@ -49,6 +50,8 @@ class Whole:
             for name in self._there.keys() - self._places.keys():
                 del self._target[name]
             self._target.update(self._places)
+        if isinstance(self._target, Sliced) and isinstance(self._tensors, Sliced):
+            self._target.pieces = self._tensors.pieces
 
 
 def _memory(target: Target) -> dict[str, object]:

@@ -69,6 +69,11 @@ class Prepared:
         """Whether it can be written."""
         return self._state == "prepared"
 
+    @property
+    def sum(self) -> int:
+        """What it adds to the sum of the tensors that stay."""
+        return sum(one.chunk.sum for one in self._found)
+
     def places(self) -> Iterator[tuple[str, Tensor]]:
         """Yield which elements change (int64, ``[k]``), in parts of each tensor that stays."""
         for one in self._found:
@@ -154,6 +159,11 @@ class Inverse:
         """Whether it can be undone."""
         return self._prepared._state == "written"
 
+    @property
+    def sum(self) -> int:
+        """What it added to the sum of the tensors that stayed."""
+        return self._prepared.sum
+
     def changes(self) -> Iterator[Change]:
         """Yield what has changed in each tensor, under each of its names, with the new values."""
         now = tensors_of(self._prepared._target)
@@ -184,9 +194,15 @@ class Done:
 
 def whole_changes(now: Mapping[str, Tensor], names: Collection[str]) -> Iterator[Change]:
     """Yield the changes that make those tensors that have one of the names."""
-    for name, owner in owners(parts_of(now)).items():
+    parts = parts_of(now)
+    for name, owner in owners(parts).items():
         if name in names:
-            yield Change.whole(name, now[name], None if name == owner else owner)
+            yield _whole(parts[name], None if name == owner else owner)
+
+
+def _whole(part: Part, tied_to: str | None) -> Change:
+    piece, values = part.piece, part.local.reshape(-1)
+    return Change(piece.name, piece.dtype, piece.shape, piece.numbers(), values, True, tied_to)
 
 
 def changes_of(steps: Sequence[Done], now: Mapping[str, Tensor]) -> Iterator[Change]:
@@ -301,8 +317,8 @@ def prepare(target: Target, chunks: Chunks, since: Version | None = None) -> Pre
     )
 
 
-def check_together(chunks: list[Chunk]) -> None:
-    """Raise VersionError unless chunks are all those of one version."""
+def check_together(chunks: list[Chunk], some: bool = False) -> None:
+    """Raise VersionError unless chunks are all those of one version, or some and the last ones."""
     if not chunks:
         raise VersionError("there are no chunks to apply; a version has at least one")
     first = chunks[0]
@@ -318,7 +334,8 @@ def check_together(chunks: list[Chunk]) -> None:
     for shard in range(first.shards):
         there = [chunk.part for chunk in shards[shard]]
         last = [chunk.part for chunk in shards[shard] if chunk.last]
-        if not there or there != list(range(len(there))) or last != there[-1:]:
+        numbers = sorted(set(there)) if some else list(range(len(there)))
+        if not there or there != numbers or last != there[-1:]:
             raise VersionError(
                 f"version {first.target} is not whole: of shard {shard} there are {len(there)}"
                 f" chunks, of which the first are {there[:3]}, and the last one is {last[:3]};"

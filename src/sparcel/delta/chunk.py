@@ -223,8 +223,9 @@ def _parsed(header: dict[str, Any], rest: memoryview, slack: int) -> Chunk:
             f"{len(rest) - slack} bytes of streams instead of {places + values + others}"
         )
     ties, untied = header["ties"], header["untied"]
-    if not all(isinstance(name, str) for name in [*ties, *ties.values(), *untied]):
-        raise TypeError("names are text")
+    texts = [*ties, *ties.values(), *untied]
+    if not isinstance(untied, list) or not all(isinstance(name, str) for name in texts):
+        raise TypeError("names are text, and come in a list")
     shard, shards = (whole(number, MOST_SHARDS + 1) for number in header["shard"])
     base, total = (whole(one, 1 << 64) for one in header["sums"])
     chunk = Chunk(

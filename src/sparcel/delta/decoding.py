@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -135,8 +135,21 @@ def found_in(chunk: Chunk, parts: Mapping[str, Part] | None) -> Found:
         none = torch.empty(0, dtype=torch.int32)
         return Found(chunk, none, none.to(chunk.layout.integers))
     by_places = not chunk.limits and chunk.code != "nibbles"
-    on_device = parts is not None and by_places and not on_host(chunk, parts)
-    held = kernel_pieces(chunk.pieces, None if on_device else parts)
+    if parts is not None and by_places and not on_host(chunk, parts):
+        found = looked_up(told_of(chunk), parts)
+        if found.chunk.changed != chunk.changed:
+            raise _not_this_base(chunk)
+        _check_sum(chunk, found.chunk.sum)
+        return found
+    held = kernel_pieces(chunk.pieces, parts)
+    places, after, total = _decoded(chunk, held)
+    if parts is not None:
+        _check_sum(chunk, total)
+    return Found(chunk, places, after, held if _in_place(chunk, parts) else None)
+
+
+def _decoded(chunk: Chunk, held: list[_cpu.Piece]) -> tuple[Tensor, Tensor, int]:
+    """Return places, and new bits and what they add to sums; without old ones, what is told."""
     decoded = _cpu.delta_decode(
         held,
         *chunk.layout.coded,
@@ -151,12 +164,64 @@ def found_in(chunk: Chunk, parts: Mapping[str, Part] | None) -> Found:
     )
     if decoded is None or len(decoded[0]) != chunk.changed:
         raise _not_this_base(chunk)
-    places, after, total = decoded
-    if on_device and parts is not None:
-        return _found_on_device(Found(chunk, places, after), parts)
-    if parts is not None:
-        _check_sum(chunk, total)
-    return Found(chunk, places, after, held if _in_place(chunk, parts) else None)
+    return decoded
+
+
+def told_of(chunk: Chunk) -> Found:
+    """Decode a chunk without the old weights: its bits are new ones, steps, or XORs.
+
+    Raises
+    ------
+    InputError
+        If that cannot be.
+    """
+    if chunk.code == "dense":
+        return _all_found(chunk, None)
+    if chunk.code == "xor":
+        xor = _xor_of(chunk)
+        places = xor.nonzero().squeeze(1)
+        return Found(chunk, places.int(), xor[places])
+    if chunk.limits or chunk.code == "nibbles":
+        names = ", ".join(few(sorted({piece.name for piece in chunk.pieces})))
+        raise InputError(
+            f"a chunk of version {chunk.target} can only be read with all that it tells of, which"
+            f" is in {names}; publish with apart=True for readers of whole tensors, and with"
+            ' code="steps" for others (of packed values, "values")'
+        )
+    return Found(chunk, *_decoded(chunk, kernel_pieces(chunk.pieces, None))[:2])
+
+
+def looked_up(told: Found, parts: Mapping[str, Part]) -> Found:
+    """Find old and new bits where the tensors are: only what changes travels.
+
+    What is not there is left out. The sum of the chunk that is returned is that of what is there.
+    """
+    chunk, total, first = told.chunk, 0, 0
+    pieces, places_of, afters = [], [torch.empty(0, dtype=torch.int32)], [told.bits[:0]]
+    for piece, places, values in told.pieces():
+        part = parts.get(piece.name)
+        if part is None:
+            continue
+        _check_tensor(chunk, piece, parts)
+        places = torch.arange(piece.count) if places is None else places
+        numbers = piece.numbers(places).to(part.local.device)
+        here, local = part.places_of(numbers)
+        before, after = part.take(local), values.to(part.local.device)[here]
+        if chunk.code == "steps":
+            after = stepped(before, after, chunk.layout.floats, chunk.shift)
+        elif chunk.code == "xor":
+            after = before ^ after
+        for bits, sign in ((after, 1), (before, -1)):
+            total += sign * hashed(piece.key, numbers[here], bits)
+        pieces.append(piece)
+        places_of.append(places[here.cpu()].int() + first)
+        afters.append(after.cpu())
+        first += piece.count
+    bits = torch.cat(afters)
+    told_here = replace(
+        chunk, code="values", pieces=tuple(pieces), limits=(), changes=(len(bits),), sum=total
+    )
+    return Found(told_here, torch.cat(places_of), bits)
 
 
 def new_tensors(found: Iterable[Found]) -> dict[str, Tensor]:
@@ -228,25 +293,17 @@ def _check_tensor(chunk: Chunk, piece: Piece, parts: Mapping[str, Part]) -> None
         )
 
 
-def _found_on_device(found: Found, parts: Mapping[str, Part]) -> Found:
-    """Find old and new bits where the tensors are: only what changes travels."""
-    chunk, total, afters = found.chunk, 0, [found.bits[:0]]
-    for piece, places, values in found.pieces():
-        part = parts[piece.name]
-        numbers = piece.numbers(places).to(part.local.device)
-        here, local = part.places_of(numbers)
-        if not bool(here.all()):
-            raise _not_this_base(chunk)
-        before, after = part.take(local), values.to(part.local.device)
-        if chunk.code == "steps":
-            after = stepped(before, after, chunk.layout.floats, chunk.shift)
-        total += hashed(piece.key, numbers, after) - hashed(piece.key, numbers, before)
-        afters.append(after.cpu())
-    _check_sum(chunk, total)
-    return Found(chunk, found.places, torch.cat(afters))
-
-
 def _xor_found(chunk: Chunk, parts: Mapping[str, Part]) -> Found:
+    xor, old = _xor_of(chunk), kernel_pieces(chunk.pieces, parts)
+    after = torch.cat(held(old)) ^ xor
+    places = xor.nonzero().squeeze(1)
+    if len(places) != chunk.changed:
+        raise _not_this_base(chunk)
+    _check_all(Found(chunk, None, after), old)
+    return Found(chunk, places.int(), after[places], old if _in_place(chunk, parts) else None)
+
+
+def _xor_of(chunk: Chunk) -> Tensor:
     """Unpack what old bits differ by from new ones: bytes by their place in an element."""
     size = chunk.elements * chunk.layout.itemsize
     unpacker = zlib.decompressobj()
@@ -254,14 +311,7 @@ def _xor_found(chunk: Chunk, parts: Mapping[str, Part]) -> Found:
         planes = unpacker.decompress(chunk.streams[: chunk.lengths[2]], size + 1)
         if len(planes) != size or not unpacker.eof:
             raise ValueError(f"it has {len(planes)} bytes instead of {size}")
-    xor = from_planes(planes, chunk.layout.integers)
-    old = kernel_pieces(chunk.pieces, parts)
-    after = torch.cat(held(old)) ^ xor
-    places = xor.nonzero().squeeze(1)
-    if len(places) != chunk.changed:
-        raise _not_this_base(chunk)
-    _check_all(Found(chunk, None, after), old)
-    return Found(chunk, places.int(), after[places], old if _in_place(chunk, parts) else None)
+    return from_planes(planes, chunk.layout.integers)
 
 
 def _all_found(chunk: Chunk, parts: Mapping[str, Part] | None) -> Found:

@@ -93,13 +93,17 @@ def encode_parts(
     since: Version,
     target: int,
     shard: tuple[int, int] = (0, 1),
+    apart: bool = False,
 ) -> Iterator[bytes]:
-    """Yield the chunks that turn the parts ``old`` into ``now``: see `encode`."""
+    """Yield the chunks that turn the parts ``old`` into ``now``: see `encode`.
+
+    If they are to be ``apart``, each is of one tensor.
+    """
     ties = ties_of(now)
     no_more = tuple(name for name in ties_of(old) if name not in ties)
     blank = Chunk(since, target, "removed", layout_of(torch.uint8), (), 0, *shard)
     waiting, number = blank, 0
-    for chunk in in_threads(_jobs(untied(now), untied(old), code, blank)):
+    for chunk in in_threads(_jobs(untied(now), untied(old), code, blank, apart)):
         if chunk is None:
             continue
         if number:
@@ -110,21 +114,22 @@ def encode_parts(
 
 
 def _jobs(
-    now: Mapping[str, Part], old: Mapping[str, Part], code: str, blank: Chunk
+    now: Mapping[str, Part], old: Mapping[str, Part], code: str, blank: Chunk, apart: bool
 ) -> Iterator[Callable[[], Chunk | None]]:
     """Yield a job for each chunk."""
     kept = {name for name, part in now.items() if name in old and part.piece == old[name].piece}
     gone = [part.piece for name, part in old.items() if name not in kept]
-    for pieces in _filled((one for one in gone if one.count or not one.size), CHUNK_BYTES):
+    there = (one for one in gone if one.count or not one.size)
+    for pieces in _filled(there, CHUNK_BYTES, apart):
         yield partial(removed, blank, pieces, old)
     for names in _alike(now[name].piece for name in now if name in kept):
         nbytes = chunk_bytes(names, now, old)
         every = (piece for name in names for piece in now[name].pieces(nbytes))
-        for pieces in _filled((piece for piece in every if piece.count), nbytes):
+        for pieces in _filled((piece for piece in every if piece.count), nbytes, apart):
             yield partial(changed, blank, pieces, now, old, code)
     for names in _alike(now[name].piece for name in now if name not in kept):
         every = (piece for name in names for piece in now[name].pieces(CHUNK_BYTES))
-        for pieces in _filled(every, CHUNK_BYTES):
+        for pieces in _filled(every, CHUNK_BYTES, apart):
             yield partial(new, blank, pieces, now)
 
 
@@ -137,20 +142,25 @@ def _alike(pieces: Iterable[Piece]) -> Iterator[list[str]]:
         yield sorted(names, key=template_of)
 
 
-def _filled(pieces: Iterable[Piece], nbytes: int) -> Iterator[list[Piece]]:
-    """Yield the pieces of each chunk: of one dtype, until it is full."""
+def _filled(pieces: Iterable[Piece], nbytes: int, apart: bool) -> Iterator[list[Piece]]:
+    """Yield the pieces of each chunk: of one dtype, or of one tensor, until it is full."""
     waiting: list[Piece] = []
     size = 0
     for piece in pieces:
         more = piece.count * piece.dtype.itemsize
         full = size + more > nbytes or len(waiting) == MOST_PIECES
-        if waiting and (full or waiting[0].dtype != piece.dtype):
+        if waiting and (full or _kind(waiting[0], apart) != _kind(piece, apart)):
             yield waiting
             waiting, size = [], 0
         waiting.append(piece)
         size += more
     if waiting:
         yield waiting
+
+
+def _kind(piece: Piece, apart: bool) -> object:
+    """Return what the pieces of a chunk have in common."""
+    return piece.name if apart else piece.dtype
 
 
 def chunk_bytes(names: list[str], now: Mapping[str, Part], old: Mapping[str, Part]) -> int:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -16,25 +19,37 @@ import torch
 from torch import Tensor
 
 from sparcel.delta.bits import LAYOUTS
-from sparcel.delta.chunk import Version
+from sparcel.delta.chunk import Chunk, Version
+from sparcel.delta.making import sum_of_piece
 from sparcel.delta.parsing import is_too_nested, loads, malformed, whole
 from sparcel.delta.parts import Part, parts_of, ties_of, untied
-from sparcel.delta.pieces import CHUNK_BYTES, MOST_DIMS
+from sparcel.delta.pieces import CHUNK_BYTES, MOST_DIMS, Piece, whole_piece
+from sparcel.delta.slices import Only, Slice
+from sparcel.delta.threads import in_pool, in_threads
 from sparcel.errors import FormatError, InputError, few, shown
+from sparcel.stores import Ranged
 from sparcel.training.names import model_names
 
 _NAMES = {layout.dtype: layout.safetensors for layout in LAYOUTS.values() if layout.safetensors}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _MOST_HEADER = 100_000_000
-_CHUNK = "chunk."
+_CHUNK = re.compile(
+    r"chunk\.(\d{1,9})(?:\.(\d{1,19})-(\d{1,19})\.([\dx]*)\.(.*))?", re.ASCII | re.DOTALL
+)
+"""How files name chunks: by their number, and maybe by which elements of which tensor they tell."""
+_NEAR = 1 << 16
+"""Bytes that are read with what is before and after them, rather than asking once more."""
+_MOST_READ = 32 << 20
+"""Most bytes that are read at once for several chunks."""
+_READS = 8
+"""How many reads of a file are on the way at a time."""
+NOTHING_TO_PUBLISH = "there are no tensors to publish; did a filter leave all names out?"
 METADATA = "__metadata__"
 """The one name in a header that is not a tensor's."""
 
 
 def check_storable(parts: Mapping[str, Part]) -> None:
-    """Raise InputError unless there are tensors, and safetensors files can hold all of them."""
-    if not parts:
-        raise InputError("there are no tensors to publish; did a filter leave all names out?")
+    """Raise InputError unless safetensors files can hold all tensors."""
     for name, part in parts.items():
         is_text = name.encode(errors="ignore").decode() == name  # and has no halves of characters
         if name == METADATA or not is_text:
@@ -50,17 +65,97 @@ def check_storable(parts: Mapping[str, Part]) -> None:
             )
 
 
+@dataclass(frozen=True)
+class Listed:
+    """A chunk, as a file lists it.
+
+    Attributes
+    ----------
+    key
+        Its name in the file.
+    number
+        Its number.
+    name, shape
+        The tensor that it tells of; no name if it may tell of any.
+    first, end
+        Between these are the elements that it tells of.
+    """
+
+    key: str
+    number: int
+    name: str | None = None
+    shape: tuple[int, ...] = ()
+    first: int = 0
+    end: int = 0
+
+    @classmethod
+    def of(cls, number: int, pieces: Sequence[Piece]) -> Listed:
+        """List a chunk, which tells of these pieces."""
+        if len({piece.name for piece in pieces}) != 1:
+            return cls(f"chunk.{number}", number)
+        name, shape = pieces[0].name, pieces[0].shape
+        first, end = min(one.first for one in pieces), max(one.end for one in pieces)
+        key = f"chunk.{number}.{first}-{end}.{'x'.join(map(str, shape))}.{name}"
+        return cls(key, number, name, shape, first, end)
+
+    @classmethod
+    def read(cls, key: str) -> Listed:
+        """Return what a name tells, or raise ValueError."""
+        match = _CHUNK.fullmatch(key)
+        if match is None:
+            raise ValueError(f"{shown(key)} is no chunk")
+        number, first, end, shape, name = match.groups(default="")
+        if match[5] is None:
+            return cls(key, int(number))
+        lengths = tuple(int(length) for length in shape.split("x") if length)
+        return cls(key, int(number), name, lengths, int(first), int(end))
+
+    def concerns(self, only: Only) -> bool:
+        """Tell whether it may tell of what a reader has."""
+        if self.name is None or self.name not in only:
+            return self.name is None
+        begin, end = Slice.of(only[self.name], self.name, self.shape).rows(self.shape)
+        return begin == end or (self.first < end and begin < self.end)
+
+
 def delta_file(
-    chunks: Sequence[bytes | memoryview], base: Version, version: Version
+    chunks: Sequence[bytes | memoryview],
+    base: Version,
+    version: Version,
+    listed: Sequence[Chunk] = (),
 ) -> Iterator[bytes | memoryview]:
-    """Yield the parts of a file with the chunks of a delta."""
-    names = {f"{_CHUNK}{i}": ("U8", [len(chunk)], len(chunk)) for i, chunk in enumerate(chunks)}
-    yield _header(names, {"kind": "delta", **_told("base", base), **_told("version", version)})
+    """Yield the parts of a file with the chunks of a delta.
+
+    The header lists what tensors they tell of, if they are given as ``listed``, too.
+    """
+    keys = [Listed.of(i, chunk.pieces).key for i, chunk in enumerate(listed)]
+    told = {"listed_crc": _crc_of(keys)} if keys else {}
+    keys = keys or [Listed.of(i, ()).key for i in range(len(chunks))]
+    names = {key: ("U8", [len(one)], len(one)) for key, one in zip(keys, chunks, strict=True)}
+    told |= {**_told("base", base), **_told("version", version)}
+    yield _header(names, {"kind": "delta", **told})
     yield from chunks
 
 
-def anchor_file(tensors: Mapping[str, Tensor], version: Version) -> Iterator[bytes | memoryview]:
-    """Yield the parts of a file with whole tensors, by their own names; tied ones come once."""
+def _crc_of(keys: Sequence[str]) -> str:
+    """Return a checksum of the names of chunks, in order."""
+    return f"{crc32(json.dumps(keys).encode()):08x}"
+
+
+def anchor_file(
+    tensors: Mapping[str, Tensor], version: Version, sums: bool = False
+) -> Iterator[bytes | memoryview]:
+    """Yield the parts of a file with whole tensors, by their own names; tied ones come once.
+
+    Parameters
+    ----------
+    tensors
+        What it is to hold.
+    version
+        What they are.
+    sums
+        Whether to tell the sum of each block of 4 MiB, so that a reader of some can check these.
+    """
     own = {plain: name for name, plain in model_names(tensors).items()}
     every = {own[name]: part for name, part in parts_of(tensors).items()}
     # Long elements first, so that all are aligned where the file is read in place.
@@ -68,13 +163,16 @@ def anchor_file(tensors: Mapping[str, Tensor], version: Version) -> Iterator[byt
     described = {}
     for name, part in parts.items():
         piece = part.piece
-        described[name] = (_NAMES[piece.dtype], piece.shape, piece.count * piece.dtype.itemsize)
+        described[name] = (_NAMES[piece.dtype], part.local.shape, part.local.nbytes)
     ties = json.dumps(ties_of(every))
-    checked = {"ties": ties, "ties_crc": f"{crc32(ties.encode()):08x}"}
-    yield _header(described, {"kind": "anchor", **checked, **_told("version", version)})
-    for part in parts.values():
-        for piece in part.pieces(CHUNK_BYTES):
-            yield part.gathered(piece).cpu().view(torch.uint8).numpy().data
+    told = {"ties": ties, "ties_crc": f"{crc32(ties.encode()):08x}"}
+    blocks = [(part, piece) for part in parts.values() for piece in part.pieces(CHUNK_BYTES)]
+    if sums:
+        jobs = (partial(sum_of_piece, part, piece) for part, piece in blocks)
+        told["sums"] = "".join(f"{one:016x}" for one in in_threads(jobs))
+    yield _header(described, {"kind": "anchor", **told, **_told("version", version)})
+    for part, piece in blocks:
+        yield part.gathered(piece).cpu().view(torch.uint8).numpy().data
 
 
 class File:
@@ -86,8 +184,8 @@ class File:
         If it is torn, or no safetensors file.
     """
 
-    def __init__(self, data: bytes | memoryview, name: str) -> None:
-        self._data = memoryview(data)
+    def __init__(self, data: bytes | memoryview | Ranged, name: str) -> None:
+        self._data = data if isinstance(data, Ranged) else memoryview(data)
         self.name = name
         self._begin, self._tensors = self._read_header()
         metadata = self._tensors.pop(METADATA, {})
@@ -99,26 +197,93 @@ class File:
             )
 
     @property
+    def taken(self) -> int:
+        """How many bytes were read of it."""
+        return self._data.bytes if isinstance(self._data, Ranged) else len(self._data)
+
+    @property
     def whole(self) -> bool:
         """Whether it holds tensors, and not chunks."""
         return self.metadata.get("kind") == "anchor"
 
     def chunks(self) -> list[memoryview]:
         """Return the chunks of a delta, in order."""
-        names = [f"{_CHUNK}{i}" for i in range(len(self._tensors))]
-        if set(names) != set(self._tensors):
-            raise FormatError(f"{self.name} is no delta: it holds {few(sorted(self._tensors))}")
-        return [self._bytes(name) for name in names]
+        return [self._data[slice(*self._span(one.key))] for one in self.listed()]
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of an anchor, in the memory of the file; tied ones are one tensor."""
-        tensors = {name: self._tensor(name) for name in self._tensors}
+    def listed(self) -> list[Listed]:
+        """Return what the header lists of each chunk of a delta, in order."""
+        with malformed(f"{self.name} is no delta"):
+            listed = sorted(map(Listed.read, self._tensors), key=lambda one: one.number)
+            if not listed or [one.number for one in listed] != list(range(len(listed))):
+                raise ValueError(f"it holds {few(sorted(self._tensors))}")
+            told = any(one.name is not None for one in listed)
+            if told and self.metadata["listed_crc"] != _crc_of([one.key for one in listed]):
+                raise ValueError("the checksum of what it lists does not match")
+        return listed
+
+    def some(self, listed: Iterable[Listed]) -> Iterator[memoryview]:
+        """Yield chunks in order; those near one another are read at once, some reads ahead."""
+        runs = list(_runs(self._span(one.key) for one in listed))
+        jobs = (partial(self._read, run[0][0], run[-1][1]) for run in runs)
+        for run, data in zip(runs, in_pool(jobs, _READS), strict=True):
+            first = run[0][0]
+            yield from (data[begin - first : end - first] for begin, end in run)
+
+    def _read(self, begin: int, end: int) -> memoryview:
+        return self._data[begin:end]
+
+    def block_sums(self, version: Version) -> dict[str, list[int]] | None:
+        """Return the sums of the blocks of each tensor, which make up a version's.
+
+        None if the anchor does not tell them, as the first ones did not.
+        """
+        if "sums" not in self.metadata:
+            return None
+        with malformed(f"{self.name} has wrong sums"):
+            text = self.metadata["sums"]
+            sums = [int(text[at : at + 16], 16) for at in range(0, len(text), 16)]
+            if (sum(sums) - version.sum) % (1 << 64):
+                raise ValueError(f"they do not make version {version}")
+            found, at = {}, 0
+            for name in self._tensors:
+                blocks = sum(1 for _ in self.piece(name).cuts(CHUNK_BYTES))
+                found[name] = sums[at : at + blocks]
+                at += blocks
+            if at != len(sums):
+                raise ValueError(f"{len(sums)} sums for {at} blocks")
+        return found
+
+    def piece(self, name: str) -> Piece:
+        """Return a whole tensor of an anchor as a piece."""
+        told = self._tensors[name]
+        return whole_piece(name, _DTYPES[told["dtype"]], tuple(told["shape"]))
+
+    def elements(self, name: str, begin: int, end: int) -> Tensor:
+        """Return elements of a tensor of an anchor, from one to before another one."""
+        dtype, first = self.piece(name).dtype, self._span(name)[0]
+        if begin == end:
+            return torch.empty(0, dtype=dtype)
+        data = self._data[first + begin * dtype.itemsize : first + end * dtype.itemsize]
+        return torch.frombuffer(data, dtype=torch.uint8).view(dtype)
+
+    def ties(self) -> dict[str, str]:
+        """Return for each tensor of an anchor that is tied to another the name of that one."""
         with malformed(f"{self.name} has wrong ties"):
             ties = self.metadata["ties"]
             if int(self.metadata["ties_crc"], 16) != crc32(ties.encode()):
                 raise ValueError("their checksum does not match")
-            tensors |= {alias: tensors[name] for alias, name in loads(ties.encode()).items()}
-        return tensors
+            told: dict[str, str] = loads(ties.encode())
+            if not self._tensors.keys() >= set(told.values()):
+                raise ValueError("they name other tensors")
+        return told
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of an anchor, in the memory of the file; tied ones are one tensor."""
+        whole = {name: self.piece(name) for name in self._tensors}
+        tensors = {
+            name: self.elements(name, 0, one.size).view(one.shape) for name, one in whole.items()
+        }
+        return tensors | {alias: tensors[name] for alias, name in self.ties().items()}
 
     def version(self, which: str = "version") -> Version:
         """Return the version that the file makes, or its ``base``."""
@@ -136,17 +301,21 @@ class File:
                     _check(one)
         return 8 + length, header
 
-    def _bytes(self, name: str) -> memoryview:
+    def _span(self, name: str) -> tuple[int, int]:
         begin, end = self._tensors[name]["data_offsets"]
-        return self._data[self._begin + begin : self._begin + end]
+        return self._begin + begin, self._begin + end
 
-    def _tensor(self, name: str) -> Tensor:
-        told = self._tensors[name]
-        dtype, shape = _DTYPES[told["dtype"]], told["shape"]
-        data = self._bytes(name)
-        if not len(data):
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(shape)
+
+def _runs(spans: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Yield spans that are read at once, because little is between them."""
+    run: list[tuple[int, int]] = []
+    for begin, end in spans:
+        if run and not (0 <= begin - run[-1][1] <= _NEAR and end - run[0][0] <= _MOST_READ):
+            yield run
+            run = []
+        run.append((begin, end))
+    if run:
+        yield run
 
 
 def _check(told: dict[str, Any]) -> None:

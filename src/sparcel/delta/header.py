@@ -180,7 +180,7 @@ def _piece_of(tensor: Piece, *cut: Any) -> Piece:
     row, stride = map(whole, rows or (tensor.row, tensor.stride))
     if not (row >= 1 and stride >= 1 and (whole(count) <= row or stride >= row)):
         raise ValueError(f"rows of {row} elements every {stride}")
-    last = whole(first) + max(count - 1, 0) // row * stride + max(count - 1, 0) % row
-    if count and last >= tensor.size:
-        raise ValueError(f"element {last} of {tensor.size} in {shown(tensor.name)}")
-    return replace(tensor, first=first, row=row, stride=stride, count=count)
+    piece = replace(tensor, first=whole(first), row=row, stride=stride, count=count)
+    if piece.end > tensor.size:
+        raise ValueError(f"element {piece.end - 1} of {tensor.size} in {shown(tensor.name)}")
+    return piece

@@ -133,10 +133,12 @@ def removed(blank: Chunk, pieces: list[Piece], old: Mapping[str, Part]) -> Chunk
 
 def sum_of(part: Part) -> int:
     """Return the sum (64 bits) of what a part's elements add to that of their version."""
-    total = 0
-    for piece in part.pieces(CHUNK_BYTES):
-        total += _cpu.delta_sum([kernel_piece(piece, part.gathered(piece))], piece.dtype.itemsize)
-    return total % (1 << 64)
+    return sum(sum_of_piece(part, piece) for piece in part.pieces(CHUNK_BYTES)) % (1 << 64)
+
+
+def sum_of_piece(part: Part, piece: Piece) -> int:
+    """Return what a piece of a part adds to the sum of its version."""
+    return _cpu.delta_sum([kernel_piece(piece, part.gathered(piece))], piece.dtype.itemsize)
 
 
 def version_of(tensors: Weights, number: int = 0) -> Version:

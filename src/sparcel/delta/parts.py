@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from sparcel.delta.bits import LAYOUTS, bits_of
 from sparcel.delta.pieces import Piece, piece_of_shard, whole_piece
+from sparcel.delta.slices import Sliced
 from sparcel.errors import InputError, shown
 from sparcel.training.names import model_names
 
@@ -150,7 +151,7 @@ def tensors_of(
         state = _unwrapped(weights).state_dict()
         kept = {name: one for name, one in state.items() if name.rpartition(".")[2] != _EXTRA}
         return _Unwrapped(kept, model_names(kept, known))
-    if isinstance(weights, _Unwrapped):
+    if isinstance(weights, _Unwrapped | Sliced):
         return weights
     if not isinstance(weights, Mapping):
         kind = type(weights).__name__
@@ -179,9 +180,12 @@ def parts_of(weights: Weights) -> dict[str, Part]:
         if elements are not there as their bits.
     """
     parts: dict[str, Part] = {}
-    for name, tensor in tensors_of(weights).items():
+    tensors = tensors_of(weights)
+    for name, tensor in tensors.items():
         _check_dense(name, tensor)
-        if isinstance(tensor, DTensor):
+        if isinstance(tensors, Sliced):
+            piece = tensors.piece(name)
+        elif isinstance(tensor, DTensor):
             piece = piece_of_shard(name, tensor)
         else:
             piece = whole_piece(name, tensor.dtype, tuple(tensor.shape))

@@ -57,6 +57,16 @@ class Piece:
         return self.row == self.stride or self.count <= self.row
 
     @property
+    def end(self) -> int:
+        """The number after its last element's, or ``first`` without any."""
+        rows, rest = divmod(self.count - 1, self.row)
+        return self.first + (rows * self.stride + rest + 1 if self.count else 0)
+
+    def meets(self, other: Piece) -> bool:
+        """Tell whether elements of both may be the same: they lie in the same range of a tensor."""
+        return self.name == other.name and self.first < other.end and other.first < self.end
+
+    @property
     def total(self) -> int:
         """The sum of its elements' numbers."""
         rows, rest = divmod(self.count, self.row)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sparcel._checks import checked_whole
+from sparcel._checks import checked_flag, checked_whole
 from sparcel.delta.applying import apply_, write_in_turn
 from sparcel.delta.base import copied, remembered
 from sparcel.delta.casting import Cast, served
 from sparcel.delta.chunk import Chunk, Version, read_chunk
 from sparcel.delta.encoding import encode_parts
-from sparcel.delta.files import File, anchor_file, check_storable, delta_file
+from sparcel.delta.files import NOTHING_TO_PUBLISH, File, anchor_file, check_storable, delta_file
 from sparcel.delta.index import Entry, Index, file_name
 from sparcel.delta.index_writer import IndexWriter
 from sparcel.delta.making import CODES, version_of
@@ -60,6 +60,9 @@ class Publisher:
         returns tensors by name, such as eight bits and their scales, of its values alone. So what
         is compared, counted in sums and served has the bits that an engine loads. What it makes of
         all tensors is in memory while they are published.
+    apart
+        Whether each chunk is of one tensor, and files list which: for subscribers that serve some
+        tensors, or slices of these. A file has some 150 bytes more for each tensor that changes.
     base
         A file for the copy of the last version, which is then mapped instead of held in memory; the
         publisher makes it anew.
@@ -85,6 +88,7 @@ class Publisher:
         anchor_every: int = 50,
         lag: int = 20,
         cast: Cast | None = None,
+        apart: bool = False,
         base: str | os.PathLike[str] | None = None,
         bracketed: bool = False,
     ) -> None:
@@ -102,7 +106,7 @@ class Publisher:
         self._bracketed = bracketed
         self._noted: Mapping[str, Part] = {}
         self._store, self._code, self._cast = store_at(store), code, cast
-        self._anchor_every = anchor_every
+        self._anchor_every, self._apart = anchor_every, checked_flag(apart, "apart")
         self._file = None if base is None else Path(base)
         self._base: dict[str, Tensor] = {}
         self._writer = secrets.token_hex(8)
@@ -134,6 +138,8 @@ class Publisher:
         """
         tensors = served(tensors_of(weights), self._cast)
         parts = parts_of(tensors)
+        if not parts:
+            raise InputError(NOTHING_TO_PUBLISH)
         check_storable(parts)
         _check_whole(parts)
         number = self._index_writer.begin(number)
@@ -184,18 +190,20 @@ class Publisher:
     def _delta(
         self, now: Mapping[str, Part], old: Mapping[str, Part], since: Version, number: int
     ) -> _Delta:
-        chunks = list(encode_parts(now, old, self._code, since, number))
+        chunks = list(encode_parts(now, old, self._code, since, number, apart=self._apart))
         read = [read_chunk(chunk) for chunk in chunks]
         version = since.after(number, sum(chunk.sum for chunk in read))
         return _Delta(chunks, read, since, version)
 
     def _commit_delta(self, delta: _Delta) -> None:
-        file = delta_file(delta.chunks, delta.base, delta.version)
+        listed = delta.read if self._apart else ()
+        file = delta_file(delta.chunks, delta.base, delta.version, listed)
         changed = sum(chunk.changed for chunk in delta.read)
         self._commit(delta.base, delta.version, file, changed)
 
     def _commit_anchor(self, version: Version) -> Version:
-        self._commit(None, version, anchor_file(self._base, version), self._elements())
+        file = anchor_file(self._base, version, sums=True)
+        self._commit(None, version, file, self._elements())
         return version
 
     def _commit(

@@ -9,7 +9,7 @@ from functools import partial
 
 from sparcel.delta.files import File
 from sparcel.delta.index import Entry
-from sparcel.stores import DoubtedStore, Store, read_at_most
+from sparcel.stores import DoubtedStore, Store, ranged, read_at_most
 
 
 def read_ahead(
@@ -36,6 +36,11 @@ def read_ahead(
             size -= entry.bytes
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def files_in_part(store: Store, entry: Entry) -> list[File]:
+    """Return the files of a delta or a whole model, which are read where they are looked at."""
+    return [File(ranged(store, name), name) for name in entry.names]
 
 
 def _files_of(store: Store, entry: Entry, most: int) -> list[File]:

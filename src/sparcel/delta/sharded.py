@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from sparcel._checks import checked_whole
+from sparcel._checks import checked_flag, checked_whole
 from sparcel.comm import ALL_CONTROL, Communicator, Group, resolve
 from sparcel.delta.applying import write_in_turn
 from sparcel.delta.base import copied
@@ -19,11 +20,11 @@ from sparcel.delta.bits import key_of, signed
 from sparcel.delta.casting import Cast, served
 from sparcel.delta.chunk import Version, read_chunk
 from sparcel.delta.encoding import encode_parts
-from sparcel.delta.files import check_storable, delta_file
+from sparcel.delta.files import NOTHING_TO_PUBLISH, check_storable, delta_file
 from sparcel.delta.index import file_name
 from sparcel.delta.index_writer import IndexWriter
 from sparcel.delta.making import CODES
-from sparcel.delta.parts import Part, Weights, parts_of, tensors_of, ties_of, untied
+from sparcel.delta.parts import Part, Weights, owners, parts_of, tensors_of, ties_of, untied
 from sparcel.delta.pieces import Piece
 from sparcel.errors import InputError, MismatchError, VersionError, checked_name, shown
 from sparcel.stores import Store, store_at
@@ -39,7 +40,8 @@ class ShardedPublisher:
 
     Each rank compares, codes and writes what it holds: its shards of DTensors, and the first rank
     that holds a shard or a plain tensor those that several hold alike. So meshes may be anything:
-    of some dimensions only, or of some ranks. Rank 0 commits a version when all ranks have written
+    of some dimensions only, or of some ranks. Ranks may hold other tensors, as with pipeline and
+    expert parallelism, or none. Rank 0 commits a version when all ranks have written
     theirs, so it is there from all of them, or not at all. Subscribers see one version of whole
     tensors.
 
@@ -52,7 +54,7 @@ class ShardedPublisher:
         A place that all ranks reach: as for `Publisher`.
     group
         The ranks, which hold all elements of each tensor together: as for `sparcel.all_reduce`.
-    code, anchor_every, lag
+    code, anchor_every, lag, apart
         As for `Publisher`.
     cast
         As for `Publisher`. Of a DTensor it gets that, and returns DTensors with the same shards of
@@ -73,15 +75,17 @@ class ShardedPublisher:
         anchor_every: int = 50,
         lag: int = 20,
         cast: Cast | None = None,
+        apart: bool = False,
     ) -> None:
         checked_name(code, CODES, "code")
         checked_whole(anchor_every, "anchor_every", at_least=1)
         checked_whole(lag, "lag", at_least=0)
         self.version: Version | None = None
         self._code, self._anchor_every, self._cast = code, anchor_every, cast
+        self._apart = checked_flag(apart, "apart")
         self._comm = resolve(group)
         self._writer = f"{self._comm.gather_numbers(secrets.randbits(62))[0]:016x}"
-        self._held: dict[str, Piece] = {}
+        self._held: dict[str, Held] = {}
         self._mine: set[str] = set()
         self._base: dict[str, Part] = {}
         self._based: Version | None = None
@@ -102,21 +106,15 @@ class ShardedPublisher:
             As `Publisher.publish`; or if the ranks do not hold each element of a tensor, or cut it
             in several ways.
         MismatchError
-            If ranks publish tensors of other names, dtypes, shapes or placements. The version is
-            then absent.
+            If ranks publish tensors of the same name, and of other dtypes, shapes, placements or
+            ties. The version is then absent.
         VersionError
             If another rank failed, or another publisher has written to the store, or its index is
             lost.
         """
         since, self._based = self._based, None  # until all is done
         self._outcome = "this version is not published"
-        tensors, parts = self._together(lambda: _checked(weights, self._cast))
-        if len(set(self._comm.gather_numbers(_key_of_all(tensors)))) > 1:
-            raise MismatchError(
-                "ranks publish different tensors; names, dtypes, shapes and placements must be the"
-                " same on all"
-            )
-        parts = self._owned(parts)
+        parts = self._owned(*self._together(lambda: _checked(weights, self._cast)))
         number = self._comm.gather_numbers(self._on_first(self._index_writer.begin) or 0)[0]
         other = self._is_recut(parts) or ties_of(parts) != ties_of(self._base)
         if any(self._comm.gather_numbers(int(other))):
@@ -134,9 +132,8 @@ class ShardedPublisher:
         self._based = version
         return version
 
-    def _owned(self, parts: Mapping[str, Part]) -> Mapping[str, Part]:
+    def _owned(self, parts: Mapping[str, Part], held: dict[str, Held]) -> Mapping[str, Part]:
         """Return what this rank publishes; all ranks compare what they hold if that has changed."""
-        held = {name: part.piece for name, part in parts.items()}
         if any(self._comm.gather_numbers(int(held != self._held))):
             everywhere = _gathered(held, self._comm)
             self._mine = self._together(lambda: owned(held, everywhere, self._comm.rank))
@@ -149,7 +146,7 @@ class ShardedPublisher:
         def kind(piece: Piece) -> tuple[object, ...]:
             return piece.name, piece.dtype, piece.shape
 
-        there = {kind(piece) for piece in self._held.values()}
+        there = {kind(one.piece) for one in self._held.values()}
         told = {part.piece for part in parts.values()}
         return any(
             kind(part.piece) in there and part.piece not in told for part in self._base.values()
@@ -177,7 +174,7 @@ class ShardedPublisher:
         self, now: Mapping[str, Part], old: Mapping[str, Part], since: Version, number: int
     ) -> list[bytes]:
         shard = (self._comm.rank, self._comm.size)
-        return list(encode_parts(now, old, self._code, since, number, shard))
+        return list(encode_parts(now, old, self._code, since, number, shard, self._apart))
 
     def _write(self, chunks: list[bytes], base: Version | None, number: int) -> Version:
         """Write this rank's file, and commit the files of all ranks."""
@@ -186,9 +183,8 @@ class ShardedPublisher:
         sums = comm.gather_numbers(signed(sum(chunk.sum for chunk in read)))
         version = since.after(number, sum(sums))
         names = tuple(file_name(base, number, self._writer, rank) for rank in range(comm.size))
-        size = self._together(
-            lambda: self._index_writer.write(names[comm.rank], delta_file(chunks, since, version))
-        )
+        file = delta_file(chunks, since, version, read if self._apart else ())
+        size = self._together(lambda: self._index_writer.write(names[comm.rank], file))
         # Another rank's file, which may be on another host.
         self._together(
             lambda: self._index_writer.prove(names[(comm.rank + 1) % comm.size], version)
@@ -223,22 +219,33 @@ class ShardedPublisher:
         return self._together(lambda: work() if self._comm.rank == 0 else None)
 
 
-def _checked(
-    weights: Weights, cast: Cast | None
-) -> tuple[Mapping[str, Tensor], Mapping[str, Part]]:
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds of a tensor, and what all ranks that hold some of it must know alike."""
+
+    piece: Piece
+    kind: int
+
+    def row(self) -> tuple[int, ...]:
+        """Return it as numbers of 64 bits: the name, the kind, and the elements."""
+        one = self.piece
+        name = key_of(one.name, torch.uint8, ())
+        elements = (one.first, one.row, one.stride, one.count) if one.count else (0,) * 4
+        return signed(name), signed(self.kind), *elements
+
+
+def _checked(weights: Weights, cast: Cast | None) -> tuple[dict[str, Part], dict[str, Held]]:
+    """Return the parts that this rank holds, and what it tells others of them."""
     tensors = served(tensors_of(weights), cast)
     parts = parts_of(tensors)
     check_storable(parts)
-    return tensors, parts
-
-
-def _key_of_all(tensors: Mapping[str, Tensor]) -> int:
-    """Return a number that tells tensors, as all ranks know them, from others."""
-    keys = (
-        key_of(repr((name, getattr(tensor, "placements", None))), tensor.dtype, tensor.shape)
-        for name, tensor in tensors.items()
-    )
-    return signed(sum(keys))
+    owner = owners(parts)
+    held = {}
+    for name, part in parts.items():
+        placed = getattr(tensors[name], "placements", None)
+        told = repr((name, placed, owner[name]))
+        held[name] = Held(part.piece, key_of(told, part.piece.dtype, part.piece.shape))
+    return parts, held
 
 
 def _copied(parts: Mapping[str, Part]) -> dict[str, Part]:
@@ -246,21 +253,17 @@ def _copied(parts: Mapping[str, Part]) -> dict[str, Part]:
     return {name: Part(parts[name].piece, local) for name, local in copied(parts).items()}
 
 
-def _gathered(held: Mapping[str, Piece], comm: Communicator) -> Tensor:
-    """Return which elements of each tensor each rank holds, by name: int64, ``[ranks, names, 4]``.
-
-    All ranks call, with the same names.
-    """
-    pieces = [held[name] for name in sorted(held)]
-    rows = [
-        (one.first, one.row, one.stride, one.count) if one.count else (0,) * 4 for one in pieces
-    ]
-    mine = torch.tensor(rows, dtype=torch.int64)
-    octets, sizes = mine.view(torch.uint8).flatten(), [mine.nbytes] * comm.size
-    return comm.gather_blocks(octets, sizes, ALL_CONTROL).view(torch.int64).view(-1, *mine.shape)
+def _gathered(held: Mapping[str, Held], comm: Communicator) -> list[Tensor]:
+    """Return what each rank holds, as rows of numbers, by rank; all ranks call."""
+    mine = torch.tensor([one.row() for one in held.values()], dtype=torch.int64).view(-1, 6)
+    counts = comm.gather_numbers(len(mine))
+    sizes = [count * mine.itemsize * mine.shape[1] for count in counts]
+    octets = mine.view(torch.uint8).flatten()
+    rows = comm.gather_blocks(octets, sizes, ALL_CONTROL).view(torch.int64).view(-1, 6)
+    return list(rows.split(counts))
 
 
-def owned(held: Mapping[str, Piece], everywhere: Tensor, rank: int) -> set[str]:
+def owned(held: Mapping[str, Held], everywhere: Sequence[Tensor], rank: int) -> set[str]:
     """Return the names of the tensors whose elements a rank publishes, as far as it holds them.
 
     Of ranks that hold the same elements, the first one publishes them.
@@ -277,14 +280,30 @@ def owned(held: Mapping[str, Piece], everywhere: Tensor, rank: int) -> set[str]:
     Raises
     ------
     InputError
-        If ranks together do not hold each element of each tensor in one piece.
+        If no rank has a tensor, or ranks together do not hold each element of each tensor in one
+        piece.
+    MismatchError
+        If ranks hold different tensors of the same name.
     """
+    if not any(map(len, everywhere)):
+        raise InputError(NOTHING_TO_PUBLISH)
+    there: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+    for holder, rows in enumerate(everywhere):
+        for name, *rest in rows.tolist():
+            there[name].append((holder, *rest))
     mine = set()
-    for name, rows in zip(sorted(held), everywhere.unbind(1), strict=True):
+    for name, one in held.items():
+        own = one.row()
+        alike = there[own[0]]
+        if any(kind != own[1] for _, kind, *_ in alike):
+            raise MismatchError(
+                f"ranks publish different tensors as {shown(name)}; dtype, shape, placement and"
+                " ties must be the same on all that have it"
+            )
         first: dict[tuple[int, ...], int] = {}
-        for holder, row in enumerate(rows.tolist()):
-            first.setdefault(tuple(row), holder)
-        piece = held[name]
+        for holder, _, *elements in alike:
+            first.setdefault(tuple(elements), holder)
+        piece = one.piece
         different = [replace(piece, first=a, row=b, stride=c, count=n) for a, b, c, n in first if n]
         if not piece.made_of(different):
             raise InputError(

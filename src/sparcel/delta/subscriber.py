@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -24,8 +26,10 @@ from sparcel.delta.chunk import Version, read_chunk
 from sparcel.delta.files import File
 from sparcel.delta.index import Entry, Index, read_index
 from sparcel.delta.making import version_of
-from sparcel.delta.parts import tensors_of
-from sparcel.delta.reading import read_ahead
+from sparcel.delta.parts import parts_of, tensors_of, untied
+from sparcel.delta.reading import files_in_part, read_ahead
+from sparcel.delta.slices import Only, Sliced, checked_only
+from sparcel.delta.slicing import chunks_of, prepare_slices, sliced_of
 from sparcel.delta.update import Untold, Update
 from sparcel.errors import FormatError, InputError, VersionError, shown
 from sparcel.stores import Store, store_at
@@ -88,6 +92,13 @@ class Subscriber:
         Whether a mapping may have names that a version lacks, which are then taken out of it, and
         may lack others, which are then added. Without it, a mistake in names would let a server go
         on with stale weights.
+    only
+        For a server of a part of the model: what it has of each tensor, by name. That is ``...``
+        for all of it, a slice of its rows, or a tuple of slices: ``{"norm.weight": ...,
+        "up.weight": slice(0, 512)}``. No more is kept, and little more is read if the publisher's
+        chunks are ``apart``. Tensors that are given have these shapes. Of a chunk that tells of
+        more than the server has, the places must not depend on old weights, which those of the
+        codes ``steps`` (but of packed values) and ``values`` do not; and its sum is not checked.
 
     Attributes
     ----------
@@ -101,17 +112,23 @@ class Subscriber:
         tensors: Target | None = None,
         *,
         partial: bool = False,
+        only: Only | None = None,
     ) -> None:
         self.version: Version | None = None
         self._store = store_at(store)
         self._weights: Target = {} if tensors is None else tensors
         self._target = self._weights
         self._given: dict[str, Tensor] = {}
+        self._only, self._sum = None if only is None else checked_only(only), 0
         if not isinstance(self._target, nn.Module):
             self._target = tensors_of(self._target)
             self._given = dict(self._target)
-        elif partial:
-            raise InputError("a module must have all tensors; to use partial, pass them by name")
+            if self._only is not None:
+                self._target = Sliced(self._target, self._only)
+        elif partial or only is not None:
+            raise InputError(
+                "a module must have all tensors; to use partial or only, pass them by name"
+            )
         self._is_strict = bool(self._given) and not checked_flag(partial, "partial")
         self._inverse: Inverse | None = None
         self._untold, self._moves = Untold(), 0
@@ -167,7 +184,7 @@ class Subscriber:
         passed_by: set[str] = set()
         missed = 0
         while way := self._index().way(self.version, to, passed_by):
-            for entry, files in read_ahead(self._store, way, ahead, self._most_bytes()):
+            for entry, files in self._opened(way, ahead):
                 try:
                     ready = self._read(entry, files(), way[-1].version)
                 except FileNotFoundError:  # it was pruned after the index was read, or is lost
@@ -183,6 +200,13 @@ class Subscriber:
                     break
             else:
                 return
+
+    def _opened(
+        self, way: list[Entry], ahead: int
+    ) -> Iterator[tuple[Entry, Callable[[], list[File]]]]:
+        if self._only is None:
+            return read_ahead(self._store, way, ahead, self._most_bytes())
+        return ((entry, partial(files_in_part, self._store, entry)) for entry in way)
 
     def _index(self) -> Index:
         index = read_index(self._store)
@@ -212,6 +236,7 @@ class Subscriber:
         with self._writing(inverse):
             inverse.undo()
         self.version = inverse.base
+        self._sum = (self._sum - inverse.sum) % (1 << 64)
         self._untold.steps.append(inverse.done())
         return inverse.base
 
@@ -220,7 +245,7 @@ class Subscriber:
         if self.version is None:
             raise InputError("there is no version yet; update first")
         found = version_of(self.tensors, self.version.number)
-        if found != self.version:
+        if found != (self.version if self._only is None else Version(found.number, self._sum)):
             raise VersionError(
                 f"the weights are {found} instead of version {self.version}: something else has"
                 " written to them; reload() begins anew"
@@ -232,6 +257,8 @@ class Subscriber:
             base = entry.base and file.version("base")
             if (base, file.version()) != (entry.base, entry.version):
                 raise FormatError(f"{shown(name)} holds {file.version()}, not {entry.version}")
+        if self._only is not None:
+            return self._read_slices(entry, files, newest, self._only)
         if entry.kind == "anchor":
             tensors = whole_of(files)
             found = version_of(tensors, entry.version.number)
@@ -266,6 +293,24 @@ class Subscriber:
             )
         return Ready(entry, self, self.version, prepared)
 
+    def _read_slices(self, entry: Entry, files: list[File], newest: Version, only: Only) -> Ready:
+        """Do the same for slices: read what tells of these."""
+        assert isinstance(self._target, Sliced), "only= was given"
+        step: Prepared | Whole
+        if entry.base is None:
+            tensors = sliced_of(files, only, entry.version)
+            elements = sum(part.piece.count for part in untied(parts_of(tensors)).values())
+            step = Whole(entry.version, tensors, self._target, self._given, self._is_strict, newest)
+            entry = replace(entry, elements=elements)
+        else:
+            told = (chunks_of(file, only, entry.base, entry.version) for file in files)
+            chunks = list(chain.from_iterable(told))
+            with failing_as_file(entry.names):
+                check_together(chunks, some=True)
+            step = prepare_slices(self._target, chunks, entry.version)
+        read = replace(entry, bytes=sum(file.taken for file in files))
+        return Ready(read, self, self.version, step)
+
     def _most_bytes(self) -> int:
         """Return how long the files of a step can be: not much longer than what they have to fit.
 
@@ -285,6 +330,9 @@ class Subscriber:
         with self._writing(step):
             inverse = step.apply()
         self.version, self._inverse = entry.version, inverse
+        if self._only is not None:
+            more = self._sum + inverse.sum if inverse else version_of(self.tensors).sum
+            self._sum = more % (1 << 64)
         self._untold.add(entry, inverse)
 
     def _tell(self) -> Update:

@@ -96,6 +96,6 @@ class Untold:
             self.base, self.steps, self.changed = None, [], entry.elements
         elif self.base is not None:
             self.steps.append(inverse.done())
-            self.changed += entry.changed
+            self.changed += inverse.changed
         self.bytes += entry.bytes
         self.is_new = True

@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 
 from sparcel.errors import FormatError, InputError
 from sparcel.stores.folder import Folder as Folder
+from sparcel.stores.ranged import Ranged as Ranged
 
 
 @runtime_checkable
@@ -69,6 +70,12 @@ def read_at_most(store: Store, name: str, most: int) -> memoryview:
 def mapped(store: Store, name: str) -> memoryview:
     """Return the bytes of a file that does not change, mapped where the store can do that."""
     take: Callable[[str], memoryview] = getattr(store, "mapped", store.read)
+    return take(name)
+
+
+def ranged(store: Store, name: str) -> Ranged | memoryview:
+    """Return a file of which only some bytes are read, where the store can do that."""
+    take: Callable[[str], Ranged | memoryview] = getattr(store, "ranged", store.read)
     return take(name)
 
 

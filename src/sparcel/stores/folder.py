@@ -7,10 +7,12 @@ import os
 import secrets
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
-from sparcel._files import create, locked, mapped, read_whole, real, replacing
-from sparcel.errors import InputError
+from sparcel._files import create, locked, mapped, open_regular, read_whole, real, replacing
+from sparcel.errors import FormatError, InputError
+from sparcel.stores.ranged import Ranged
 
 _LOCK = ".lock"
 """A file that publishers lock; it holds nothing."""
@@ -54,6 +56,13 @@ class Folder:
     def mapped(self, name: str) -> memoryview:
         """Return a file's bytes where they are; the file must not change meanwhile."""
         return mapped(self.path / name, links=False)
+
+    def ranged(self, name: str) -> Ranged:
+        """Return a file of which only those bytes are read that are asked for."""
+        path = self.path / name
+        with open_regular(path, links=False) as file:
+            size = os.fstat(file.fileno()).st_size
+        return Ranged(size, partial(_read_range, path))
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> int:
         """Write a file, whole or not at all, and return its length."""
@@ -127,6 +136,15 @@ class Folder:
 
     def __str__(self) -> str:
         return str(self.path)
+
+
+def _read_range(path: Path, begin: int, end: int) -> memoryview:
+    data = bytearray(end - begin)
+    with open_regular(path, links=False) as file:
+        file.seek(begin)
+        if file.readinto(data) != len(data):
+            raise FormatError(f"{path.name} has become shorter than {end} bytes")
+    return memoryview(data)
 
 
 def _flush(folder: Path) -> None:

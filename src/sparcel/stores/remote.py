@@ -8,12 +8,14 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 from sparcel._files import mapped, read_whole
 from sparcel.errors import (
+    FormatError,
     InputError,
     MissingDependencyError,
     SparcelError,
@@ -21,7 +23,7 @@ from sparcel.errors import (
     public_url,
     shown,
 )
-from sparcel.stores import check_length
+from sparcel.stores import Ranged, check_length
 
 _SECONDS = 60.0
 """How long a web server may be silent."""
@@ -116,6 +118,26 @@ class Remote:
         """Return a file's bytes in a file without a name, in the folder for temporary ones."""
         with self._copied(name, None) as copy:
             return mapped(copy)
+
+    def ranged(self, name: str) -> Ranged | memoryview:
+        """Return a file of which only those bytes are read that are asked for.
+
+        Of a web server it is read whole: many of them send all, whatever is asked for.
+        """
+        if self._is_web:
+            return self.mapped(name)
+        with self._telling(f"{name} cannot be read from"), self._in_turn:
+            size = int(self._files.size(self._at(name)) or 0)
+        return Ranged(size, partial(self._read_range, name))
+
+    def _read_range(self, name: str, begin: int, end: int) -> memoryview:
+        with self._telling(f"{name} cannot be read from"), self._in_turn:
+            data = bytearray(self._files.cat_file(self._at(name), start=begin, end=end))
+        if len(data) != end - begin:
+            raise FormatError(
+                f"{name} sends {len(data)} bytes from {begin} to {end} instead of {end - begin}"
+            )
+        return memoryview(data)
 
     @contextmanager
     def _copied(self, name: str, most: int | None) -> Iterator[Path]:
