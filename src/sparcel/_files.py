@@ -202,18 +202,20 @@ def real(path: Path) -> Path:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     """Hold a lock alone, where the file system has locks.
 
     Raises
     ------
     FormatError, InputError
         As from `open_lock` and `lock`.
+    BlockingIOError
+        If somebody else holds it, and this is not to wait.
     """
     file = open_lock(path)
     try:
         try:
-            lock(file, path, fcntl.LOCK_EX)
+            lock(file, path, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise

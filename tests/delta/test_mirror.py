@@ -6,13 +6,26 @@ import multiprocessing
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors import safe_open
 
-from sparcel.delta import Follower, Mirror, Publisher, Ready, Seen, assign_, mirror, version_of
+from sparcel.delta import (
+    Follower,
+    HostSubscriber,
+    Mirror,
+    Publisher,
+    Ready,
+    Seen,
+    assign_,
+    host,
+    mirror,
+    version_of,
+)
 from sparcel.errors import FormatError, InputError, VersionError
 from tests.delta.histories import history
 from tests.delta.pairs import Model, copied, same
@@ -95,7 +108,7 @@ def test_a_worker_that_is_far_behind_is_told_all(tmp_path: Path) -> None:
     assert seen.base is None
     assert same(worker.weights, models[-1])
     files = {path.name.partition("-")[0] for path in (tmp_path / PLACE).iterdir()}
-    assert files == {"state", "weights", "changes", ".lock"}
+    assert files == {"state", "model.safetensors", "changes", ".lock"}
 
 
 def test_tensors_that_come_go_and_are_tied(tmp_path: Path) -> None:
@@ -142,7 +155,7 @@ def test_a_follower_goes_on_with_a_whole_mirror_and_else_makes_it_anew(tmp_path:
     assert seen.base is not None
     for damage in ("odd", "weights"):
         follower.close()
-        (file,) = (tmp_path / PLACE).glob("weights-*")
+        file = tmp_path / PLACE / "model.safetensors"
         if damage == "odd":
             follower._page._words[1] |= 1
         else:
@@ -231,9 +244,8 @@ def test_files_of_a_mirror_that_vanish(tmp_path: Path) -> None:
     assert seen is not None
     assert seen.base is None
     assert same(worker.weights, models[1])
-    (weights,) = (tmp_path / PLACE).glob("weights-*")
-    weights.unlink()
-    with pytest.raises(VersionError, match=r"lacks weights-.* which it says it has"):
+    (tmp_path / PLACE / "model.safetensors").unlink()
+    with pytest.raises(VersionError, match=r"lacks model.safetensors, which it says it has"):
         Worker(tmp_path / PLACE).load()
 
 
@@ -245,6 +257,62 @@ def test_what_is_no_mirror(tmp_path: Path) -> None:
         Mirror(tmp_path)
     with pytest.raises(FormatError, match="no page of a mirror"):
         Follower(tmp_path / "store", tmp_path)
+
+
+def test_a_mirror_is_a_checkpoint(tmp_path: Path) -> None:
+    """Others may lay files beside the weights, which stay there."""
+    first, *_ = history(1)
+    place = tmp_path / PLACE
+    place.mkdir()
+    (place / "config.json").write_text("{}")
+    publisher, follower, _ = begun(tmp_path, first)
+    publisher.publish({"w": torch.ones(3)})
+    (place / f"coming.{'0' * 16}.part").write_bytes(b"of one that was killed")
+    follower.update()
+    assert {file.name for file in place.iterdir()} == {
+        ".lock",
+        "config.json",
+        "model.safetensors",
+        "state",
+    }
+    with safe_open(place / "model.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("w"), torch.ones(3))
+
+
+def test_processes_of_a_host_go_together(tmp_path: Path) -> None:
+    """One follows; another one takes its place when it ends, or fails."""
+    models = history(5)
+    publisher = Publisher(tmp_path / "store")
+    several = [HostSubscriber(tmp_path / "store", tmp_path / PLACE) for _ in range(3)]
+
+    def load(each: HostSubscriber, number: int) -> list[bool]:
+        told = [seen.base is None for seen in each.updates(number)]
+        assert each.version is not None
+        assert each.version.number == number
+        assert same(each.tensors, models[number])
+        return told
+
+    with ThreadPoolExecutor(3) as pool:
+        for number, model in enumerate(models):
+            publisher.publish(model)
+            told = list(pool.map(load, several, [number] * 3))
+            assert told == [[number == 0]] * 3
+            assert list(pool.map(load, several, [number] * 3)) == [[]] * 3
+            (leader,) = [each for each in several if each._follower is not None]
+            if number % 2:
+                leader.close()
+        asked = [pool.submit(load, each, 9) for each in several]
+        for each in asked:
+            with pytest.raises(VersionError, match="there is no version 9"):
+                each.result(60)
+        assert list(pool.map(load, several, [4] * 3)) == [[]] * 3
+        leader = several[0]
+        list(leader.updates(3))
+        with (
+            patch.object(host, "_PATIENCE", 0.01),
+            pytest.raises(VersionError, match=r"is at version 3 .*, and did not go to 4"),
+        ):
+            list(several[1].updates(4))
 
 
 # ---- kills

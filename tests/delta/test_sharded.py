@@ -21,7 +21,7 @@ from sparcel.delta import sharded
 from sparcel.delta.parts import Part
 from sparcel.delta.pieces import CHUNK_BYTES, Piece, piece_of_slice
 from sparcel.delta.sharded import Held, owned
-from sparcel.errors import InputError, SparcelError, VersionError
+from sparcel.errors import InputError, MismatchError, SparcelError, VersionError
 
 pytestmark = pytest.mark.processes
 
@@ -463,6 +463,43 @@ def in_stages(comm: Communicator, folder: str) -> None:
 
 def test_ranks_may_hold_other_tensors(run_on: Any, tmp_path: Path) -> None:
     run_on(4, in_stages, str(tmp_path))
+
+
+def gathered(comm: Communicator, folder: str) -> list[int]:
+    """All ranks see all tensors, and each writes about as many bytes; one that fails sees all."""
+    full = {f"w{i}": torch.randn(50, 40 - i) for i in range(8)}
+    for tensor in full.values():
+        comm.run(lambda tensor=tensor: comm.all_reduce(tensor))  # alike on all ranks
+    store = Counted(folder)
+    publisher = delta.ShardedPublisher(store)
+    reader = delta.Subscriber(store)
+    seen: list[str] = []
+
+    def coming(fails: bool = False) -> Iterator[tuple[str, Any]]:
+        for number, (name, tensor) in enumerate(full.items()):
+            seen.append(name)
+            yield name, None if fails and number == 3 else tensor
+
+    for step in range(3):
+        for tensor in full.values():
+            tensor[step] += 1
+        publisher.publish_gathered(coming())
+        if comm.rank == 0:
+            reader.update()
+            equal(reader.tensors, full)
+    del seen[:]
+    with pytest.raises(AttributeError if comm.rank else VersionError):
+        publisher.publish_gathered(coming(fails=comm.rank == 1))
+    assert seen == list(full)
+    with pytest.raises(MismatchError, match="or in another order"):
+        publisher.publish_gathered(list(full.items())[:: 1 - 2 * comm.rank])
+    comm.gather_numbers(0)
+    return [store.written]
+
+
+def test_tensors_that_all_ranks_see_are_shared_out(run_on: Any, tmp_path: Path) -> None:
+    (first,), (second,) = run_on(2, gathered, str(tmp_path))
+    assert abs(first - second) < 0.2 * first
 
 
 def taken_for_whole(comm: Communicator, folder: str) -> None:

@@ -291,10 +291,10 @@ def test_what_would_take_much_memory_is_not_parsed(tmp_path: Path) -> None:
 def test_as_many_tensors_as_a_model_has_are_read() -> None:
     """With names and shapes as short as can be, where brackets are most of a header."""
     count = 50_000
-    header = files._header({str(i): ("F32", (), 4) for i in range(count)}, {})
+    header = files._header({str(i): ("F32", (), 4) for i in range(count)}, {}, True)
     assert len(File(header + bytes(4 * count), "x")._tensors) == count
     with pytest.raises(InputError, match="few brackets"):
-        files._header({"[" * (1 << 18): ("F32", (), 4)}, {})
+        files._header({"[" * (1 << 18): ("F32", (), 4)}, {}, True)
 
 
 @given(st.lists(st.text("ab/", min_size=1, max_size=3), unique=True, max_size=5), st.integers(0, 9))

@@ -20,6 +20,7 @@ from sparcel.delta.chunk import Version
 from sparcel.delta.decoding import decode
 from sparcel.delta.encoding import encode
 from sparcel.delta.follower import Follower
+from sparcel.delta.host import HostSubscriber
 from sparcel.delta.index import Entry, Index, read_index
 from sparcel.delta.making import version_of
 from sparcel.delta.mirror import Mirror, Seen
@@ -37,6 +38,7 @@ __all__ = [
     "Folder",
     "Follower",
     "FormatError",
+    "HostSubscriber",
     "Index",
     "InputError",
     "Inverse",

@@ -110,6 +110,9 @@ def encode_parts(
             yield waiting.to_bytes()
         waiting = replace(chunk, part=number)
         number += 1
+    if apart and number:  # what all readers need is in a chunk of its own
+        yield waiting.to_bytes()
+        waiting = replace(blank, part=number)
     yield replace(waiting, last=True, ties=ties, untied=no_more).to_bytes()
 
 

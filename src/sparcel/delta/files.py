@@ -115,7 +115,7 @@ class Listed:
         if self.name is None or self.name not in only:
             return self.name is None
         begin, end = Slice.of(only[self.name], self.name, self.shape).rows(self.shape)
-        return begin == end or (self.first < end and begin < self.end)
+        return self.first == 0 if begin == end else self.first < end and begin < self.end
 
 
 def delta_file(
@@ -129,17 +129,11 @@ def delta_file(
     The header lists what tensors they tell of, if they are given as ``listed``, too.
     """
     keys = [Listed.of(i, chunk.pieces).key for i, chunk in enumerate(listed)]
-    told = {"listed_crc": _crc_of(keys)} if keys else {}
     keys = keys or [Listed.of(i, ()).key for i in range(len(chunks))]
     names = {key: ("U8", [len(one)], len(one)) for key, one in zip(keys, chunks, strict=True)}
-    told |= {**_told("base", base), **_told("version", version)}
-    yield _header(names, {"kind": "delta", **told})
+    told = {"kind": "delta", **_told("base", base), **_told("version", version)}
+    yield _header(names, told, bool(listed))
     yield from chunks
-
-
-def _crc_of(keys: Sequence[str]) -> str:
-    """Return a checksum of the names of chunks, in order."""
-    return f"{crc32(json.dumps(keys).encode()):08x}"
 
 
 def anchor_file(
@@ -170,7 +164,7 @@ def anchor_file(
     if sums:
         jobs = (partial(sum_of_piece, part, piece) for part, piece in blocks)
         told["sums"] = "".join(f"{one:016x}" for one in in_threads(jobs))
-    yield _header(described, {"kind": "anchor", **told, **_told("version", version)})
+    yield _header(described, {"kind": "anchor", **told, **_told("version", version)}, sums)
     for part, piece in blocks:
         yield part.gathered(piece).cpu().view(torch.uint8).numpy().data
 
@@ -216,10 +210,15 @@ class File:
             listed = sorted(map(Listed.read, self._tensors), key=lambda one: one.number)
             if not listed or [one.number for one in listed] != list(range(len(listed))):
                 raise ValueError(f"it holds {few(sorted(self._tensors))}")
-            told = any(one.name is not None for one in listed)
-            if told and self.metadata["listed_crc"] != _crc_of([one.key for one in listed]):
-                raise ValueError("the checksum of what it lists does not match")
+        if any(one.name is not None for one in listed):
+            self._check_listed()
         return listed
+
+    def _check_listed(self) -> None:
+        """Check what the header lists by its checksum."""
+        with malformed(f"{self.name} has a wrong header"):
+            if self.metadata["listed_crc"] != _crc_of(self._tensors):
+                raise ValueError("the checksum of what it lists does not match")
 
     def some(self, listed: Iterable[Listed]) -> Iterator[memoryview]:
         """Yield chunks in order; those near one another are read at once, some reads ahead."""
@@ -237,8 +236,9 @@ class File:
 
         None if the anchor does not tell them, as the first ones did not.
         """
-        if "sums" not in self.metadata:
+        if not {"sums", "listed_crc"} & self.metadata.keys():
             return None
+        self._check_listed()
         with malformed(f"{self.name} has wrong sums"):
             text = self.metadata["sums"]
             sums = [int(text[at : at + 16], 16) for at in range(0, len(text), 16)]
@@ -333,15 +333,25 @@ def _told(what: str, version: Version) -> dict[str, str]:
     return {what: str(number), f"{what}_sum": total}
 
 
+def _crc_of(listed: Mapping[str, object]) -> str:
+    """Return a checksum of what a header lists."""
+    return f"{crc32(json.dumps(listed).encode()):08x}"
+
+
 def _header(
-    tensors: Mapping[str, tuple[str, Iterable[int], int]], metadata: Mapping[str, str]
+    tensors: Mapping[str, tuple[str, Iterable[int], int]],
+    metadata: Mapping[str, str],
+    checked: bool,
 ) -> bytes:
-    header: dict[str, object] = {METADATA: {"format": "pt", **metadata}}
+    """Return a header, with a checksum of what it lists if that is to be checked."""
+    listed: dict[str, object] = {}
     begin = 0
     for name, (dtype, shape, size) in tensors.items():
         offsets = [begin, begin + size]
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
+        listed[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
         begin += size
+    crc = {"listed_crc": _crc_of(listed)} if checked else {}
+    header = {METADATA: {"format": "pt", **metadata, **crc}, **listed}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > _MOST_HEADER or is_too_nested(text):

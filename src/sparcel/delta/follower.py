@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -14,7 +13,16 @@ from sparcel.delta.applying import Prepared
 from sparcel.delta.chunk import Version
 from sparcel.delta.files import anchor_file
 from sparcel.delta.making import version_of
-from sparcel.delta.mirror_files import PAGE, Page, changes_name, changes_of, mapped_tensors
+from sparcel.delta.mirror_files import (
+    COMING,
+    PAGE,
+    WEIGHTS,
+    Page,
+    changes_name,
+    changes_of,
+    is_passing,
+    mapped_tensors,
+)
 from sparcel.delta.subscriber import AHEAD, Ready, Subscriber
 from sparcel.errors import FormatError, VersionError
 from sparcel.stores import Folder, Store
@@ -28,7 +36,9 @@ class Follower:
 
     The weights of the mirror are never between two versions where readers see them: they wait while
     a version is written, and for a new follower if this one dies meanwhile. A follower that starts
-    goes on with a mirror that is whole, and else makes it anew.
+    goes on with a mirror that is whole, and else makes it anew. The folder is that of a checkpoint:
+    its weights are in ``model.safetensors``, and other files, such as a configuration, may lie
+    beside them.
 
     Parameters
     ----------
@@ -36,7 +46,9 @@ class Follower:
         Where versions come from: as for `Subscriber`.
     place
         The mirror's folder, on this host: in memory, as in ``/dev/shm``, or on a disk. It has one
-        follower at a time; another one that starts waits a minute for it to end.
+        follower at a time.
+    wait
+        Whether to wait, for a minute at most, for another follower to end.
 
     Attributes
     ----------
@@ -46,17 +58,23 @@ class Follower:
     Raises
     ------
     InputError
-        If another process follows.
+        If another process still follows after a minute.
+    BlockingIOError
+        If another one follows, and this is not to wait.
     """
 
     def __init__(
-        self, store: Store | str | os.PathLike[str], place: str | os.PathLike[str]
+        self,
+        store: Store | str | os.PathLike[str],
+        place: str | os.PathLike[str],
+        *,
+        wait: bool = True,
     ) -> None:
         self.version: Version | None = None
         self._store, self._folder = store, Folder(place)
         self._folder.lasting = False
         self._held = ExitStack()
-        self._held.enter_context(self._folder.alone())
+        self._held.enter_context(self._folder.alone(wait=wait))
         self._subscriber: Subscriber | None = None
         try:
             if PAGE not in self._folder.names():
@@ -90,11 +108,11 @@ class Follower:
 
     def _go_on(self) -> None:
         """Take the mirror as it is, if it is whole."""
-        version, name = self._page.told()
-        if self._page.sequence % 2 or not name:
+        version, file = self._page.told()
+        if self._page.sequence % 2 or not file:
             return
         try:
-            tensors = mapped_tensors(self._folder.path / name, writes=True)
+            tensors = mapped_tensors(self._folder.path / WEIGHTS, writes=True)
         except (FormatError, OSError):
             return
         if version_of(tensors, version.number) == version:
@@ -108,14 +126,14 @@ class Follower:
         version = reader.version
         if version is None:
             return
-        name = f"weights-{secrets.token_hex(8)}.safetensors"
-        self._folder.write(name, anchor_file(reader.tensors, version))
+        self._folder.write(COMING, anchor_file(reader.tensors, version))
+        weights = self._folder.path / WEIGHTS
         with self._page.writing():
-            self._page.tell(version, name)
-        self._keep(version, mapped_tensors(self._folder.path / name, writes=True))
-        for other in self._folder.names():
-            if other not in (PAGE, name):
-                self._folder.remove(other)
+            os.replace(self._folder.path / COMING, weights)
+            self._page.tell(version, self._page.told()[1] + 1)
+        self._keep(version, mapped_tensors(weights, writes=True))
+        for other in filter(is_passing, self._folder.names()):
+            self._folder.remove(other)
 
     def _keep(self, version: Version, tensors: dict[str, Tensor]) -> None:
         self._subscriber = Subscriber(self._store, tensors)

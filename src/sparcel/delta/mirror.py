@@ -13,7 +13,7 @@ from torch import Tensor
 from sparcel.delta.bits import bits_of
 from sparcel.delta.change import Change
 from sparcel.delta.chunk import Version
-from sparcel.delta.mirror_files import PAGE, Page, changes_of, mapped_tensors
+from sparcel.delta.mirror_files import PAGE, WEIGHTS, Page, changes_of, mapped_tensors
 from sparcel.delta.parts import owners, parts_of
 from sparcel.errors import InputError, VersionError
 from sparcel.stores import Folder
@@ -82,7 +82,7 @@ class Mirror:
     def __init__(self, place: str | os.PathLike[str]) -> None:
         self.version: Version | None = None
         self.tensors: Mapping[str, Tensor] = {}
-        self._folder, self._file = Folder(place), ""
+        self._folder, self._file = Folder(place), 0
         self._owners: dict[str, str] = {}
         try:
             self._page = Page(self._folder.path / PAGE, writes=False)
@@ -104,20 +104,18 @@ class Mirror:
         """
         while True:
             sequence = self._whole()
-            version, name = self._page.told()
-            if not name or version == self.version:
+            version, file = self._page.told()
+            if not file or version == self.version:
                 return None
-            if name != self._file:
+            if file != self._file:
                 try:
-                    self.tensors = mapped_tensors(self._folder.path / name, writes=False)
+                    self.tensors = mapped_tensors(self._folder.path / WEIGHTS, writes=False)
                 except FileNotFoundError:
-                    if self._page.sequence != sequence:
-                        continue  # the follower has gone on meanwhile
                     raise VersionError(
-                        f"{self._folder} lacks {name}, which it says it has; remove the folder, and"
-                        " start its follower again"
+                        f"{self._folder} lacks {WEIGHTS}, which it says it has; remove the folder,"
+                        " and start its follower again"
                     ) from None
-                self._file, self._owners = name, owners(parts_of(self.tensors))
+                self._file, self._owners = file, owners(parts_of(self.tensors))
             changes = self._changed(version)
             if self._page.sequence == sequence:
                 seen = Seen(
@@ -125,6 +123,13 @@ class Mirror:
                 )
                 self.version = version
                 return seen
+
+    def newest(self) -> Version | None:
+        """Return the version that is there now; None if there is none, or it is being written."""
+        sequence = self._page.sequence
+        version, file = self._page.told()
+        is_whole = file and sequence % 2 == 0 and self._page.sequence == sequence
+        return version if is_whole else None
 
     def _whole(self) -> int:
         """Wait until no version is being written, and return the sequence's number."""

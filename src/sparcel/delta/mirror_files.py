@@ -1,8 +1,9 @@
 """The files of a mirror, which is one copy of the weights for all processes of a host.
 
-A mirror is a folder, best in memory. It has the weights in a safetensors file, which is written in
-place; for each of the last versions, a file with the places of what changed; and a page that tells
-the version, and by an odd number that the weights are just being written (a sequence lock).
+A mirror is a folder, best in memory. It has the weights in a safetensors file, as the folder of a
+checkpoint does, which is written in place; for each of the last versions, a file with the places of
+what changed; and a page that tells the version, and by an odd number that the weights are just
+being written (a sequence lock).
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from sparcel.delta.chunk import Version
 from sparcel.delta.files import File
 from sparcel.errors import FormatError
 
-PAGE = "state"
-_MAGIC = b"SPDmiror"
-_WORDS, _NAME = 8, 64
-"""Numbers on the page, of 64 bits each, and the bytes of the name that follows."""
-_CHANGES = re.compile(r"changes-(\d+)-([0-9a-f]{16})-(\d+)-([0-9a-f]{16})\.safetensors")
+PAGE, WEIGHTS, COMING = "state", "model.safetensors", "coming"
+_MAGIC = b"SPDmirr2"
+_WORDS = 8
+"""Numbers on the page, of 64 bits each."""
+_CHANGES = re.compile(r"changes-(\d+)-([0-9a-f]{16})-(\d+)-([0-9a-f]{16})")
+_OURS = re.compile(rf"({_CHANGES.pattern}|{COMING})(\.[0-9a-f]{{16}}\.part)?")
 
 
 class Page:
@@ -36,23 +38,22 @@ class Page:
         if len(data) != len(self.blank()) or data[: len(_MAGIC)] != _MAGIC:
             raise FormatError(f"{path} is no page of a mirror")
         self._words = np.frombuffer(data, np.uint64, _WORDS)
-        self._name = np.frombuffer(data, np.uint8, _NAME, self._words.nbytes)
 
     @staticmethod
     def blank() -> bytes:
         """Return a page of which no version is told yet, as if it were being written."""
         words = np.array([1, *[0] * (_WORDS - 2)], np.uint64)
-        return _MAGIC + words.tobytes() + bytes(_NAME)
+        return _MAGIC + words.tobytes()
 
     @property
     def sequence(self) -> int:
         """A number that grows with each write, and is odd meanwhile."""
         return int(self._words[1])
 
-    def told(self) -> tuple[Version, str]:
-        """Return the version, and the name of the file with its weights."""
-        number, total = (int(word) for word in self._words[2:4])
-        return Version(number, total), self._name.tobytes().rstrip(b"\0").decode()
+    def told(self) -> tuple[Version, int]:
+        """Return the version, and the number of the file of weights, which is 0 before any."""
+        number, total, file = (int(word) for word in self._words[2:5])
+        return Version(number, total), file
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -61,10 +62,9 @@ class Page:
         yield
         self._words[1] = self.sequence + 1
 
-    def tell(self, version: Version, name: str) -> None:
+    def tell(self, version: Version, file: int) -> None:
         """Note a version while it is being written."""
-        self._words[2:4] = version.number, version.sum
-        self._name[:] = np.frombuffer(name.encode().ljust(_NAME, b"\0"), np.uint8)
+        self._words[2:5] = version.number, version.sum, file
 
 
 def mapped_tensors(path: Path, writes: bool) -> dict[str, Tensor]:
@@ -77,7 +77,7 @@ def mapped_tensors(path: Path, writes: bool) -> dict[str, Tensor]:
 def changes_name(base: Version, version: Version) -> str:
     """Return the name of the file that tells where a version differs from the one before."""
     told = "-".join(f"{one.number}-{one.sum:016x}" for one in (base, version))
-    return f"changes-{told}.safetensors"
+    return f"changes-{told}"
 
 
 def changes_of(name: str) -> tuple[Version, Version] | None:
@@ -88,3 +88,8 @@ def changes_of(name: str) -> tuple[Version, Version] | None:
     numbers, sums = match.group(1, 3), match.group(2, 4)
     base, version = (Version(int(n), int(s, 16)) for n, s in zip(numbers, sums, strict=True))
     return base, version
+
+
+def is_passing(name: str) -> bool:
+    """Tell whether a file is one that followers write beside the weights, or began to."""
+    return _OURS.fullmatch(name) is not None

@@ -64,7 +64,8 @@ class Piece:
 
     def meets(self, other: Piece) -> bool:
         """Tell whether elements of both may be the same: they lie in the same range of a tensor."""
-        return self.name == other.name and self.first < other.end and other.first < self.end
+        apart = self.end <= other.first or other.end <= self.first
+        return self.name == other.name and bool(self.count and other.count) and not apart
 
     @property
     def total(self) -> int:

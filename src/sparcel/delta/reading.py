@@ -40,7 +40,12 @@ def read_ahead(
 
 def files_in_part(store: Store, entry: Entry) -> list[File]:
     """Return the files of a delta or a whole model, which are read where they are looked at."""
-    return [File(ranged(store, name), name) for name in entry.names]
+    files, left = [], entry.bytes
+    for name in entry.names:
+        data = ranged(store, name, left)
+        files.append(File(data, name))
+        left -= len(data)
+    return files
 
 
 def _files_of(store: Store, entry: Entry, most: int) -> list[File]:

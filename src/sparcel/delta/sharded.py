@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -131,6 +131,40 @@ class ShardedPublisher:
         self._on_first(self._index_writer.prune)
         self._based = version
         return version
+
+    def publish_gathered(self, weights: Iterable[tuple[str, Tensor]]) -> Version:
+        """Publish tensors that all ranks see whole, one after the other, as where each is gathered.
+
+        Each rank copies a share of them to its host, and publishes these: about as many bytes as
+        the others. All are asked for on each rank, whatever fails there.
+
+        Raises
+        ------
+        MismatchError
+            If ranks see other tensors, or in another order.
+        InputError, VersionError
+            As from `publish`.
+        """
+        self._outcome = "this version is not published"
+        mine, key = self._together(lambda: self._share_of(weights))
+        if len(set(self._comm.gather_numbers(key))) > 1:
+            raise MismatchError("ranks see different tensors, or in another order")
+        return self.publish(mine)
+
+    def _share_of(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], int]:
+        """Return this rank's share, and a number that tells all tensors in their order."""
+        mine: dict[str, Tensor] = {}
+        sizes, key, coming = [0] * self._comm.size, 0, iter(weights)
+        try:
+            for name, tensor in coming:
+                rank = sizes.index(min(sizes))
+                sizes[rank] += tensor.nbytes
+                key = key_of(f"{key} {name}", tensor.dtype, tensor.shape)
+                if rank == self._comm.rank:
+                    mine[name] = tensor.detach().to("cpu", copy=True)
+        finally:
+            deque(coming, maxlen=0)  # other ranks gather with this one
+        return mine, signed(key)
 
     def _owned(self, parts: Mapping[str, Part], held: dict[str, Held]) -> Mapping[str, Part]:
         """Return what this rank publishes; all ranks compare what they hold if that has changed."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import TypeAlias
+from typing import SupportsIndex, TypeAlias
 
 import torch
 from torch import Tensor
@@ -65,12 +65,20 @@ def checked_only(only: Only) -> dict[str, Index]:
         )
     for name, index in only.items():
         for one in _slices(index):
-            if not isinstance(one, slice) or one.step not in (None, 1):
+            if not isinstance(one, slice) or not _is_plain(one):
                 raise InputError(
                     f"only= has {shown(repr(index))} for {shown(str(name))}; it takes ..., a slice"
                     " without a step, or a tuple of these slices"
                 )
     return dict(only)
+
+
+def _is_plain(one: slice) -> bool:
+    """Tell whether a slice has whole numbers as bounds, and no step."""
+    bounds = (one.start, one.stop)
+    return one.step in (None, 1) and all(
+        bound is None or isinstance(bound, SupportsIndex) for bound in bounds
+    )
 
 
 def _slices(index: Index) -> tuple[slice, ...]:
@@ -98,7 +106,13 @@ class Slice:
 
     def piece(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Piece:
         """Return it as a piece, or raise InputError if it is cut along too many dimensions."""
-        return piece_of_slice(name, dtype, shape, self.starts, self.lengths)
+        try:
+            return piece_of_slice(name, dtype, shape, self.starts, self.lengths)
+        except InputError:
+            raise InputError(
+                f"only= cuts {shown(name)} along several dimensions, {self.lengths} of {shape}; ask"
+                " for all of it along one"
+            ) from None
 
     def rows(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return which elements the rows have that it is of: the first, and the one after them."""

@@ -14,7 +14,7 @@ from sparcel.delta.chunk import Chunk, Version, read_chunk
 from sparcel.delta.decoding import Found, found_in, looked_up, told_of
 from sparcel.delta.files import File
 from sparcel.delta.making import sum_of_piece
-from sparcel.delta.parts import Part, parts_of
+from sparcel.delta.parts import Part, owners, parts_of
 from sparcel.delta.pieces import CHUNK_BYTES, Piece
 from sparcel.delta.slices import Only, Slice, Sliced
 from sparcel.delta.threads import in_threads
@@ -125,7 +125,7 @@ def prepare_slices(target: Sliced, chunks: list[Chunk], version: Version) -> Pre
     Raises
     ------
     FormatError
-        If tensors come or go, which is for the next whole model to tell.
+        If tensors come, go or are tied to others, which is for the next whole model to tell.
     InputError
         If a chunk can only be decoded by whoever has all that it tells of.
     VersionError
@@ -137,8 +137,11 @@ def prepare_slices(target: Sliced, chunks: list[Chunk], version: Version) -> Pre
     new = {piece.name for chunk in mine if chunk.new for piece in chunk.pieces}
     if moved := sorted(new.union(*(chunk.leaving for chunk in chunks)) & parts.keys()):
         raise FormatError(f"version {version} takes away or adds {', '.join(few(moved))}")
-    found = list(in_threads(partial(_found_in, chunk, parts) for chunk in mine))
     ties = {alias: name for chunk in chunks for alias, name in chunk.ties.items()}
+    retied = [name for name, owner in owners(parts).items() if ties.get(name, name) != owner]
+    if retied:
+        raise FormatError(f"version {version} ties {', '.join(few(retied))} to other tensors")
+    found = list(in_threads(partial(_found_in, chunk, parts) for chunk in mine))
     return Prepared(
         chunks[0].base,
         version,
@@ -148,7 +151,7 @@ def prepare_slices(target: Sliced, chunks: list[Chunk], version: Version) -> Pre
         found,
         _gone={},
         _added={},
-        _ties={alias: name for alias, name in ties.items() if {alias, name} <= parts.keys()},
+        _ties={alias: name for alias, name in ties.items() if alias in parts},
         _copies={},
         _changed=sum(one.chunk.changed for one in found),
     )

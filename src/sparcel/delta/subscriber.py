@@ -182,8 +182,8 @@ class Subscriber:
         Files are read as many at a time as ``ahead``, and the index once, unless one fails.
         """
         passed_by: set[str] = set()
-        missed = 0
-        while way := self._index().way(self.version, to, passed_by):
+        missed, why = 0, None
+        while way := self._way(to, passed_by, why):
             for entry, files in self._opened(way, ahead):
                 try:
                     ready = self._read(entry, files(), way[-1].version)
@@ -192,14 +192,25 @@ class Subscriber:
                     if missed >= _TRIES:
                         passed_by.update(entry.names)
                     break
-                except FormatError:
+                except FormatError as error:
                     passed_by.update(entry.names)
+                    why = error
                     break
                 yield ready
                 if self.version != entry.version:
                     break
             else:
                 return
+
+    def _way(self, to: int | None, without: set[str], why: FormatError | None) -> list[Entry]:
+        """Return the way to a version; if there is none, also say why a file was passed by."""
+        index = self._index()
+        try:
+            return index.way(self.version, to, without)
+        except VersionError as error:
+            if why is not None:
+                error.add_note(str(why))
+            raise
 
     def _opened(
         self, way: list[Entry], ahead: int
@@ -245,9 +256,10 @@ class Subscriber:
         if self.version is None:
             raise InputError("there is no version yet; update first")
         found = version_of(self.tensors, self.version.number)
-        if found != (self.version if self._only is None else Version(found.number, self._sum)):
+        expected = self.version if self._only is None else replace(self.version, sum=self._sum)
+        if found != expected:
             raise VersionError(
-                f"the weights are {found} instead of version {self.version}: something else has"
+                f"the weights are {found} instead of version {expected}: something else has"
                 " written to them; reload() begins anew"
             )
 

@@ -73,10 +73,13 @@ def mapped(store: Store, name: str) -> memoryview:
     return take(name)
 
 
-def ranged(store: Store, name: str) -> Ranged | memoryview:
-    """Return a file of which only some bytes are read, where the store can do that."""
-    take: Callable[[str], Ranged | memoryview] = getattr(store, "ranged", store.read)
-    return take(name)
+def ranged(store: Store, name: str, most: int) -> Ranged | memoryview:
+    """Return a file of which only some bytes are read, where the store can do that.
+
+    Raises FormatError if it has more than ``most`` bytes.
+    """
+    take: Callable[[str, int], Ranged | memoryview] | None = getattr(store, "ranged", None)
+    return read_at_most(store, name, most) if take is None else take(name, most)
 
 
 def check_length(name: str, length: int, most: int | None) -> None:

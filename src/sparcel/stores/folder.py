@@ -57,10 +57,13 @@ class Folder:
         """Return a file's bytes where they are; the file must not change meanwhile."""
         return mapped(self.path / name, links=False)
 
-    def ranged(self, name: str) -> Ranged:
-        """Return a file of which only those bytes are read that are asked for."""
+    def ranged(self, name: str, most: int) -> Ranged:
+        """Return a file of which only those bytes are read that are asked for.
+
+        Raises FormatError if it has more than ``most`` bytes.
+        """
         path = self.path / name
-        with open_regular(path, links=False) as file:
+        with open_regular(path, links=False, most=most) as file:
             size = os.fstat(file.fileno()).st_size
         return Ranged(size, partial(_read_range, path))
 
@@ -113,7 +116,7 @@ class Folder:
             one.name for one in there if one.name != _LOCK and one.is_file(follow_symlinks=False)
         )
 
-    def alone(self) -> AbstractContextManager[None]:
+    def alone(self, *, wait: bool = True) -> AbstractContextManager[None]:
         """Let one publisher at a time read and write the index.
 
         That is so where the file system has locks; elsewhere nothing keeps two of them apart. Only
@@ -123,9 +126,11 @@ class Folder:
         ------
         InputError
             If the lock does not come within a minute, or its file is somebody else's.
+        BlockingIOError
+            If somebody else holds it, and this is not to wait.
         """
         self._make()
-        return locked(self.path / _LOCK)
+        return locked(self.path / _LOCK, wait=wait)
 
     def _make(self) -> None:
         folder = real(self.path)

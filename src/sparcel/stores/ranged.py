@@ -44,4 +44,4 @@ class Ranged:
         with self._counting:
             self.bytes += end - first
         rest = self._read(first, end)
-        return memoryview(b"".join([known, rest])) if known else rest
+        return memoryview(bytearray().join([known, rest])) if known else rest

@@ -119,15 +119,17 @@ class Remote:
         with self._copied(name, None) as copy:
             return mapped(copy)
 
-    def ranged(self, name: str) -> Ranged | memoryview:
+    def ranged(self, name: str, most: int) -> Ranged | memoryview:
         """Return a file of which only those bytes are read that are asked for.
 
-        Of a web server it is read whole: many of them send all, whatever is asked for.
+        Of a web server it is read whole: many of them send all, whatever is asked for. Raises
+        FormatError if it has more than ``most`` bytes.
         """
         if self._is_web:
-            return self.mapped(name)
+            return self.read_at_most(name, most)
         with self._telling(f"{name} cannot be read from"), self._in_turn:
             size = int(self._files.size(self._at(name)) or 0)
+        check_length(name, size, most)
         return Ranged(size, partial(self._read_range, name))
 
     def _read_range(self, name: str, begin: int, end: int) -> memoryview:
