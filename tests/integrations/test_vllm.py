@@ -107,7 +107,9 @@ def workers(
     reload = import_module("vllm.model_executor.model_loader.reload")
     factory = import_module("vllm.distributed.weight_transfer.factory")
 
-    def make(store: Path | None, size: int = 1, **settings: Any) -> list[Any]:
+    def make(
+        store: Path | None, size: int = 1, mirror: Path | None = None, **settings: Any
+    ) -> list[Any]:
         told = {
             "parallel_config": SimpleNamespace(world_size_across_dp=size),
             "model_config": SimpleNamespace(dtype=torch.bfloat16),
@@ -125,7 +127,8 @@ def workers(
                 model,
             )
             if store is not None:
-                engine.init_transfer_engine(engine.parse_init_info({"store": str(store)}))
+                place = {"store": str(store)} | ({"mirror": str(mirror)} if mirror else {})
+                engine.init_transfer_engine(engine.parse_init_info(place))
             engines.append(engine)
         return engines
 
@@ -148,10 +151,14 @@ def loads(engines: list[Any]) -> list[str]:
     return one
 
 
+@pytest.mark.parametrize("place", [None, "mirror"])
 def test_a_whole_model_then_patches_each_version_bit_for_bit(
-    workers: Callable[..., list[Any]], tmp_path: Path
+    workers: Callable[..., list[Any]], tmp_path: Path, place: str | None
 ) -> None:
-    weights, publisher, engines = checkpoint(), Publisher(Folder(tmp_path)), workers(tmp_path)
+    """From copies of their own, or from one that the workers share, which one of them keeps."""
+    mirror = tmp_path / place if place else None
+    weights, publisher = checkpoint(), Publisher(Folder(tmp_path / "store"))
+    engines = workers(tmp_path / "store", mirror=mirror)
     for number in range(5):
         publisher.publish(weights)
         updated(engines, number)
@@ -161,6 +168,14 @@ def test_a_whole_model_then_patches_each_version_bit_for_bit(
         weights["q"][number % 4, 1] = (-0.0, math.inf, 0.0, 1e-40, 1)[number]
         weights["mlp"].view(-1)[:: number + 2] *= 1.5
         weights["norm"][number] = -0.0
+    updated(engines, 0)
+    assert loads(engines) == ["whole"]
+    if place:
+        with pytest.raises(InputError, match="told the version"):
+            updated(engines)
+        assert [one._mirror._follower is not None for one in engines] == [True, False]
+        engines[0].shutdown()
+        updated(engines[1:], 4)
 
 
 def test_a_model_that_takes_nothing_is_told(
@@ -222,14 +237,18 @@ def test_what_no_patch_can_say_is_loaded_whole(
         assert_holds(engine.model, weights)
 
 
-@pytest.mark.parametrize("form", ["quantised", "experts", "latent attention"])
+@pytest.mark.parametrize("form", ["quantised", "experts", "latent attention", "packed on CPUs"])
 def test_weights_in_another_form_are_always_loaded_whole(
     workers: Callable[..., list[Any]],
     tmp_path: Path,
     form: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if form != "quantised":
+    if form == "packed on CPUs":
+        monkeypatch.setattr(
+            import_module("vllm.platforms").current_platform, "is_cpu", lambda: True
+        )
+    elif form != "quantised":
         attribute = "w13_weight" if form == "experts" else "W_UV"
         monkeypatch.setattr(Packed, attribute, None, raising=False)
     settings = {"quant_config": object()} if form == "quantised" else {}
@@ -242,7 +261,7 @@ def test_weights_in_another_form_are_always_loaded_whole(
         updated(engines, number)
         updated(triton, number)
     assert loads(engines) == ["whole", "whole"]
-    assert loads(triton) == ["whole", "whole" if form == "latent attention" else "patch"]
+    assert loads(triton) == ["whole", "patch" if form in ("quantised", "experts") else "whole"]
 
 
 def test_after_a_failure_the_next_update_loads_the_whole_model(
@@ -398,4 +417,5 @@ def test_the_entry_point_is_there_and_does_nothing_without_vllm(
 def test_the_stand_ins_are_like_vllm(module: str) -> None:
     real = pytest.importorskip(module, reason="without vLLM")
     for name, stand_in in stand_ins.MODULES[module].items():
-        assert_alike(stand_in, getattr(real, name))
+        if name != "current_platform":
+            assert_alike(stand_in, getattr(real, name))

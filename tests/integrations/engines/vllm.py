@@ -127,6 +127,13 @@ def load_checkpoint_weight_patches(
         Tensor.copy_ = copy  # type: ignore[method-assign]
 
 
+class Platform:
+    cpu = False
+
+    def is_cpu(self) -> bool:
+        return self.cpu
+
+
 def record_metadata_for_reloading(model: nn.Module) -> None:
     pass
 
@@ -147,6 +154,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "vllm.distributed.weight_transfer.factory": {
         "WeightTransferEngineFactory": WeightTransferEngineFactory
     },
+    "vllm.platforms": {"current_platform": Platform()},
     "vllm.model_executor.model_loader.checkpoint_weight_patch": {
         "CheckpointWeightPatch": CheckpointWeightPatch,
         "load_checkpoint_weight_patches": load_checkpoint_weight_patches,

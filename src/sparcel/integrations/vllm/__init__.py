@@ -7,15 +7,12 @@ is installed beside it. The trainer's side is a `sparcel.delta.Publisher` and, f
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import suppress
-from http.client import HTTPException, IncompleteRead
 from typing import TYPE_CHECKING
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
-from sparcel.errors import CommunicationError, public_url, shown
+from sparcel.errors import CommunicationError
+from sparcel.integrations._routes import Routes
 
 if TYPE_CHECKING:
     from sparcel.delta import Version
@@ -39,10 +36,6 @@ def register() -> None:
         )
 
 
-_MOST_TOLD = 1 << 16
-"""How many bytes are read of what a server says of an error."""
-
-
 class Server:
     """The control routes of a vLLM server, for the trainer.
 
@@ -59,14 +52,26 @@ class Server:
     """
 
     def __init__(self, url: str, timeout: float = 1800) -> None:
-        self._url, self._timeout = url.rstrip("/"), timeout
+        self._routes = Routes(url, timeout)
 
-    def connect(self, store: str | os.PathLike[str]) -> None:
-        """Tell the server where versions are, by a path or URL that is valid there.
+    def connect(
+        self, store: str | os.PathLike[str], mirror: str | os.PathLike[str] | None = None
+    ) -> None:
+        """Tell the server where versions are; each start of a server needs this once.
 
-        Each start of a server needs this once.
+        Parameters
+        ----------
+        store
+            A path or URL that is valid there.
+        mirror
+            A folder on each host of the server, such as ``/dev/shm/run``, in which its workers keep
+            one copy of the checkpoint together. Each server needs its own. Without it, each worker
+            keeps a copy.
         """
-        self._post("init_weight_transfer_engine", {"init_info": {"store": os.fspath(store)}})
+        told = {"store": os.fspath(store)}
+        if mirror is not None:
+            told["mirror"] = os.fspath(mirror)
+        self._routes.post("init_weight_transfer_engine", {"init_info": told})
 
     def serve(self, version: Version) -> None:
         """Let the server go to a version; requests in flight wait meanwhile, and then go on.
@@ -78,38 +83,13 @@ class Server:
             weights may be no version. Serve again, or a later version: it goes there whatever its
             weights are.
         """
-        self._post("pause?mode=keep")
+        self._routes.post("pause?mode=keep")
         try:
-            self._post("start_weight_update")
+            self._routes.post("start_weight_update")
         except CommunicationError:  # maybe an update that failed has not ended in all workers
             with suppress(CommunicationError):
-                self._post("finish_weight_update")
-            self._post("start_weight_update")
-        self._post("update_weights", {"update_info": {"version": version.number}})
-        self._post("finish_weight_update", {"weight_version": str(version.number)})
-        self._post("resume")
-
-    def _post(self, route: str, body: object = None) -> None:
-        data = b"" if body is None else json.dumps(body).encode()
-        headers = {} if body is None else {"Content-Type": "application/json"}
-        request = Request(f"{self._url}/{route}", data, headers, method="POST")
-        shown_url = f"{public_url(self._url)}/{route}"
-        try:
-            with urlopen(request, timeout=self._timeout):
-                pass
-        except HTTPError as error:
-            told = shown(_told(error))
-            raise CommunicationError(f"{shown_url}: {error.code} {told}") from error
-        except (OSError, HTTPException) as error:
-            raise CommunicationError(f"{shown_url}: {shown(repr(error))}") from error
-
-
-def _told(error: HTTPError) -> str:
-    """Return what a server says of an error, as far as it arrives."""
-    try:
-        with error:
-            return error.read(_MOST_TOLD).decode(errors="replace")
-    except IncompleteRead as cut:
-        return cut.partial.decode(errors="replace")
-    except (OSError, HTTPException) as lost:
-        return f"{error.reason} ({lost!r})"
+                self._routes.post("finish_weight_update")
+            self._routes.post("start_weight_update")
+        self._routes.post("update_weights", {"update_info": {"version": version.number}})
+        self._routes.post("finish_weight_update", {"weight_version": str(version.number)})
+        self._routes.post("resume")

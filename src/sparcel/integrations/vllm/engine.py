@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from sparcel.delta import Change, Store, Subscriber, Update, Version, store_at
+from sparcel.delta import (
+    Change,
+    HostSubscriber,
+    Seen,
+    Store,
+    Subscriber,
+    Update,
+    Version,
+    store_at,
+)
 from sparcel.errors import InputError, VersionError, few
 from sparcel.integrations._framework import needs
 
@@ -19,14 +28,18 @@ with needs("vllm"):
         WeightTransferInitInfo,
         WeightTransferUpdateInfo,
     )
-    from vllm.model_executor.model_loader.checkpoint_weight_patch import (
-        CheckpointWeightPatch,
-        load_checkpoint_weight_patches,
-    )
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
         initialize_layerwise_reload,
     )
+    from vllm.platforms import current_platform
+
+try:
+    from vllm.model_executor.model_loader import checkpoint_weight_patch as patching
+except ImportError:  # vLLM had none once
+    patching = None
+
+Mirror: TypeAlias = Subscriber | HostSubscriber
 
 _PATCHED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """The dtypes of checkpoints whose elements can be patched on every device."""
@@ -36,14 +49,19 @@ _AT_ONCE = 1 << 24
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where versions are: a path or URL, as for `sparcel.delta.store_at`."""
+    """Where versions are: a path or URL, as for `sparcel.delta.store_at`.
+
+    ``mirror`` is a folder on each host in which the workers there keep one copy of the checkpoint,
+    and those of no other server; by default each worker keeps a copy.
+    """
 
     store: str
+    mirror: str | None = None
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The number of the version to go to; by default the newest, if there is one worker."""
+    """The number of the version to go to; by default the newest, for one worker without mirror."""
 
     version: int | None = None
 
@@ -52,17 +70,15 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
     """Keeps a worker's model at the versions of a store.
 
     Deltas are steps from old values, in the coordinates of a checkpoint, and a worker's model is
-    cut, joined and maybe quantised. So the worker keeps a mirror, a `sparcel.delta.Subscriber` on
-    the host: a delta is applied to it, and the new values go to the model. **Each worker has a
-    mirror of its own, of the whole checkpoint**: a host with eight workers keeps eight, in bfloat16
-    2 bytes per parameter each. If the store is a folder, they share the pages of the anchor until
-    deltas write to them.
+    cut, joined and maybe quantised. So the host keeps a mirror of the checkpoint: a delta is
+    applied to it, and the new values go to the models of its workers. These share a folder
+    (`sparcel.delta.HostSubscriber`), or each keeps a copy (`sparcel.delta.Subscriber`).
 
     The first version is loaded whole, and so is any that patches cannot make: where a tensor
     appears, vanishes, or is not of a plain float dtype; where a new value is NaN, which means
     "unchanged" to vLLM; and always where vLLM keeps weights in another form than checkpoints do:
-    quantised models, experts unless ``moe_backend`` is ``triton``, multi-head latent attention, and
-    models whose loader refuses patches.
+    quantised models, experts unless ``moe_backend`` is ``triton``, multi-head latent attention,
+    models whose loader refuses patches, and all models on CPUs.
 
     If vLLM fails while it loads a version, the error says so, and the next update loads the whole
     model from the mirror, even if there is no newer version.
@@ -74,7 +90,7 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._mirror: Subscriber | None = None
+        self._mirror: Mirror | None = None
         self._store: Store | None = None
         self._loaded: Version | None = None
         """What the model is, if it is a version."""
@@ -82,8 +98,9 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Begin with an empty mirror."""
-        self._store = store_at(init_info.store)
-        self._mirror, self._loaded = Subscriber(self._store), None
+        self.shutdown()
+        self._store, place = store_at(init_info.store), init_info.mirror
+        self._mirror = HostSubscriber(self._store, place) if place else Subscriber(self._store)
 
     def start_weight_update(self) -> None:
         """Do nothing: each update is whole by itself."""
@@ -92,8 +109,10 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
         """Do nothing."""
 
     def shutdown(self) -> None:
-        """Forget the mirror."""
-        self._mirror = None
+        """Forget the mirror, and let other workers of the host keep it."""
+        if isinstance(self._mirror, HostSubscriber):
+            self._mirror.close()
+        self._mirror = self._loaded = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Go to a version, also on a machine without an accelerator, where vLLM's own raises."""
@@ -107,17 +126,18 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
         Raises
         ------
         InputError
-            If the engine was told no store, or several workers would look for the newest version
-            and may find different ones.
+            If the engine was told no store, or no version where several workers would look for the
+            newest one, and may find different ones.
         VersionError
             If the store does not lead there, or vLLM fails to load what does.
         """
         mirror, to = self._mirror, update_info.version
         if mirror is None:
             raise InputError("there is no store yet; POST /init_weight_transfer_engine first")
-        if to is None and self.parallel_config.world_size_across_dp > 1:
+        together = isinstance(mirror, HostSubscriber)
+        if to is None and (together or self.parallel_config.world_size_across_dp > 1):
             raise InputError("several workers must be told the version, such as {'version': 7}")
-        for update in mirror.updates(to):
+        for update in mirror.updates(to):  # type: ignore[arg-type]  # a number, if together
             self._patch(update, mirror)
         if mirror.version is None:
             raise VersionError(f"{self._store} has no version yet")
@@ -125,7 +145,7 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
             with self._loading(mirror.version):
                 self._load_whole(mirror)
 
-    def _patch(self, update: Update, mirror: Subscriber) -> None:
+    def _patch(self, update: Update | Seen, mirror: Mirror) -> None:
         """Patch a delta into the model, or leave it to be loaded whole."""
         before, self._loaded = self._loaded, None
         if not self._patchable or update.base is None or update.base != before:
@@ -136,14 +156,14 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
         with self._loading(update.version):
             try:
                 for patches in _batches(changes, self.device):
-                    load_checkpoint_weight_patches(
+                    patching.load_checkpoint_weight_patches(
                         self.model, patches, validate_unique_indices=False
                     )
             except NotImplementedError:  # the model's loader does more than copy
                 self._patchable = False
                 self._load_whole(mirror)
 
-    def _load_whole(self, mirror: Subscriber) -> None:
+    def _load_whole(self, mirror: Mirror) -> None:
         initialize_layerwise_reload(self.model)
         try:
             loaded = self.model.load_weights(iter(mirror.tensors.items()))
@@ -168,7 +188,12 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
 
 
 def _keeps_checkpoints(vllm_config: Any, model: Any) -> bool:
-    """Whether vLLM keeps the values of checkpoints as they are, only cut and joined."""
+    """Whether vLLM keeps the values of checkpoints as they are, only cut and joined.
+
+    On CPUs it computes with packed copies of some, which patches do not reach.
+    """
+    if patching is None or current_platform.is_cpu():
+        return False
     forms = {
         form
         for module in model.modules()
@@ -180,7 +205,7 @@ def _keeps_checkpoints(vllm_config: Any, model: Any) -> bool:
     return vllm_config.quant_config is None and not forms
 
 
-def _by_name(update: Update) -> dict[str, list[Change]] | None:
+def _by_name(update: Update | Seen) -> dict[str, list[Change]] | None:
     """Return a delta's changes of each tensor, or None if patches cannot make them."""
     found: dict[str, list[Change]] = {}
     for change in update.changes():
@@ -192,9 +217,7 @@ def _by_name(update: Update) -> dict[str, list[Change]] | None:
     return found
 
 
-def _batches(
-    changes: dict[str, list[Change]], device: torch.device
-) -> Iterator[list[CheckpointWeightPatch]]:
+def _batches(changes: dict[str, list[Change]], device: torch.device) -> Iterator[list[Any]]:
     """Yield patches, one a tensor, with `_AT_ONCE` changes or a few more at a time."""
     batch, size = [], 0
     for name, parts in changes.items():
@@ -202,7 +225,9 @@ def _batches(
         indices = torch.cat([part.indices for part in parts])
         shape, dtype = parts[0].shape, parts[0].dtype
         batch.append(
-            CheckpointWeightPatch(name, shape, dtype, values.to(device), indices.to(device))
+            patching.CheckpointWeightPatch(
+                name, shape, dtype, values.to(device), indices.to(device)
+            )
         )
         size += len(values)
         if size >= _AT_ONCE:
