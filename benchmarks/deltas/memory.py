@@ -47,7 +47,7 @@ def remembered(before: Path, after: Path, elements: int) -> Iterator[Row]:
 def _encoded(place: int, before: Path, after: Path, elements: int, file: Path) -> Row:
     torch.set_num_threads(1)
     old, now = tiled(before, elements), tiled(after, elements)
-    resident, busy = _resident(), 0.0
+    resident, busy = resident(), 0.0
     with file.open("wb") as out:
         start = process_time()
         for buffer in WAYS[place].encode(now, old):
@@ -67,7 +67,7 @@ def _encoded(place: int, before: Path, after: Path, elements: int, file: Path) -
 def _applied(place: int, before: Path, elements: int, file: Path) -> Row:
     torch.set_num_threads(1)
     target = tiled(before, elements)
-    resident, start = _resident(), process_time()
+    resident, start = resident(), process_time()
     WAYS[place].apply(target, _buffers(file))
     busy = process_time() - start
     return {
@@ -89,7 +89,7 @@ def tiled(file: Path, elements: int) -> Weights:
     return {name: torch.cat([tensor] * copies) for name, tensor in weights.items()}
 
 
-def _resident() -> int:
+def resident() -> int:
     """Return the bytes that are resident, which the peak begins from."""
     Path("/proc/self/clear_refs").write_text("5")
     return process_bytes("VmRSS")

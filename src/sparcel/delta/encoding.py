@@ -126,7 +126,7 @@ def _jobs(
     for pieces in _filled(there, CHUNK_BYTES, apart):
         yield partial(removed, blank, pieces, old)
     for names in _alike(now[name].piece for name in now if name in kept):
-        nbytes = chunk_bytes(names, now, old)
+        nbytes = CHUNK_BYTES if apart else chunk_bytes(names, now, old)
         every = (piece for name in names for piece in now[name].pieces(nbytes))
         for pieces in _filled((piece for piece in every if piece.count), nbytes, apart):
             yield partial(changed, blank, pieces, now, old, code)

@@ -102,14 +102,18 @@ class Piece:
         return replace(self, first=first, count=end - begin)
 
     def cuts(self, nbytes: int) -> Iterator[Piece]:
-        """Cut it into pieces of at most so many bytes; that of an empty tensor is one, too."""
+        """Cut it into pieces of at most so many bytes; that of an empty tensor is one, too.
+
+        They have whole rows, if one has no more bytes.
+        """
         most = nbytes // self.dtype.itemsize
         if self.count <= most:
             if self.count or not self.size:
                 yield self
             return
-        if not self.ranges:
-            most = most // self.row * self.row or most
+        row = math.prod(self.shape[1:]) if self.ranges else self.row
+        if row and (not self.ranges or self.first % row == 0):
+            most = most // row * row or most
         begin = 0
         while begin < self.count:
             end = min(begin + most, self.count)
