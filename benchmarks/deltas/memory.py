@@ -47,7 +47,7 @@ def remembered(before: Path, after: Path, elements: int) -> Iterator[Row]:
 def _encoded(place: int, before: Path, after: Path, elements: int, file: Path) -> Row:
     torch.set_num_threads(1)
     old, now = tiled(before, elements), tiled(after, elements)
-    resident, busy = resident(), 0.0
+    before_bytes, busy = resident(), 0.0
     with file.open("wb") as out:
         start = process_time()
         for buffer in WAYS[place].encode(now, old):
@@ -59,7 +59,7 @@ def _encoded(place: int, before: Path, after: Path, elements: int, file: Path) -
     return {
         "elements": elements,
         "model_bytes": sum(tensor.nbytes for tensor in old.values()),
-        "encode_peak_bytes": process_bytes("VmHWM") - resident,
+        "encode_peak_bytes": process_bytes("VmHWM") - before_bytes,
         "encode_cpu_g": elements / busy / 1e9,
     }
 
@@ -67,11 +67,11 @@ def _encoded(place: int, before: Path, after: Path, elements: int, file: Path) -
 def _applied(place: int, before: Path, elements: int, file: Path) -> Row:
     torch.set_num_threads(1)
     target = tiled(before, elements)
-    resident, start = resident(), process_time()
+    before_bytes, start = resident(), process_time()
     WAYS[place].apply(target, _buffers(file))
     busy = process_time() - start
     return {
-        "apply_peak_bytes": process_bytes("VmHWM") - resident,
+        "apply_peak_bytes": process_bytes("VmHWM") - before_bytes,
         "apply_cpu_g": sum(tensor.numel() for tensor in target.values()) / busy / 1e9,
     }
 

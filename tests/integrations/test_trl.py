@@ -30,12 +30,14 @@ class Served:
 
     def __init__(self) -> None:
         self.subscriber: Subscriber | None = None
+        self.mirror: str | None = None
         self.versions: list[dict[str, Tensor]] = []
         self.failing = False
 
     def __call__(self, route: str, body: Any) -> None:
         if route == "/init_weight_transfer_engine":
             self.subscriber = Subscriber(Folder(body["init_info"]["store"]))
+            self.mirror = body["init_info"]["mirror"]
         if route == "/update_weights":
             if self.failing:
                 raise ValueError("no memory")
@@ -60,8 +62,9 @@ def assert_same(got: dict[str, Tensor], model: nn.Module) -> None:
 def test_all_servers_get_each_version(tmp_path: Path) -> None:
     model, first, second = nn.Linear(10, 10), Served(), Served()
     with serving(first) as url, serving(second) as other:
-        transfer = WeightTransfer(tmp_path, url, other)
+        transfer = WeightTransfer(tmp_path, url, other, mirror=tmp_path / "mirror")
         transfer.init_weight_transfer()
+        assert first.mirror == second.mirror == str(tmp_path / "mirror")
         for number in range(3):
             sync(transfer, model)
             assert transfer.version is not None

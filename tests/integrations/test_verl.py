@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,62 +14,68 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sparcel.comm import Communicator
+from sparcel.delta import Folder, Publisher, read_index
+from sparcel.errors import VersionError
 from tests.integrations.engines import verl as stand_ins
 from tests.integrations.engines.installing import assert_alike, fresh, install
 
-Engines = Callable[..., tuple[list[Any], list[Any]]]
+pytestmark = pytest.mark.processes
+
+New = Callable[..., Any]
 
 
 @pytest.fixture(params=["stand-in", "real"])
-def engines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Engines:
-    """Return what makes the engines of actors and rollout workers as verl does."""
+def kind(request: pytest.FixtureRequest) -> Any:
     if request.param == "real":
-        verl = pytest.importorskip("verl.checkpoint_engine", reason="without verl")
-    else:
-        install(monkeypatch, "verl", stand_ins.MODULES)
-        verl = stand_ins
-    fresh(monkeypatch, "sparcel.integrations.verl")  # as custom_backend_module does
+        pytest.importorskip("verl.checkpoint_engine", reason="without verl")
+    return request.param
 
-    def make(store: Path, **settings: Any) -> tuple[list[Any], list[Any]]:
-        told = {"bucket_size": 1 << 20, "store": str(store), **settings}
-        new = verl.CheckpointEngineRegistry.new
-        actors = [new("sparcel", is_master=rank == 0, **told) for rank in range(2)]
-        return actors, [new("sparcel", **told) for _ in range(3)]
 
-    return make
+@contextmanager
+def engines(kind: str, folder: str, **settings: Any) -> Iterator[New]:
+    """Yield what makes an engine as verl does."""
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "stand-in":
+            install(patch, "verl", stand_ins.MODULES)
+        fresh(patch, "sparcel.integrations.verl")  # as custom_backend_module does
+        patch.setattr("sparcel.integrations._weights._SECONDS", 1e-3)
+        new = import_module("verl.checkpoint_engine").CheckpointEngineRegistry.new
+        told = {"bucket_size": 1 << 20, "store": f"{folder}/store", **settings}
+        yield lambda **more: new("sparcel", **told, **more)
+
+
+def as_actor(new: New, comm: Communicator) -> Any:
+    return new(is_master=comm.rank == 0)
 
 
 def synchronised(
-    actors: list[Any], rollouts: list[Any], model: nn.Module
-) -> tuple[list[dict[str, float]], list[dict[str, Tensor]]]:
-    """Do what verl's manager does, and return the metrics and what each rollout worker got."""
-    told = [engine.prepare() for engine in [*actors, *rollouts]]
-    for workers, kwargs in zip(
-        (actors, rollouts),
-        type(actors[0]).build_topology(len(actors), len(rollouts), told),
-        strict=True,
-    ):
-        for rank, engine in enumerate(workers):
-            engine.init_process_group(**{key: values[rank] for key, values in kwargs.items()})
-    walked = []
+    comm: Communicator, actor: Any, rollouts: list[Any], model: nn.Module
+) -> tuple[dict[str, float], list[dict[str, Tensor]]]:
+    """Do what verl's manager does, and return the metrics and what each rollout worker got.
 
-    def weights() -> Iterator[tuple[str, Tensor]]:
-        yield from model.named_parameters()
-        walked.append(True)
+    Each process is an actor's rank, and has some rollout workers.
+    """
+    numbers = comm.gather_numbers(actor.prepare().get("version", -1))
+    assert numbers[1:] == [-1] * (comm.size - 1)
+    told = [{"version": numbers[0]}, *[{}] * (comm.size - 1), *(e.prepare() for e in rollouts)]
+    of_actors, of_rollouts = type(actor).build_topology(comm.size, len(rollouts), told)
+    actor.init_process_group(**{key: values[comm.rank] for key, values in of_actors.items()})
+    for rank, engine in enumerate(rollouts):
+        engine.init_process_group(**{key: values[rank] for key, values in of_rollouts.items()})
 
     async def received(engine: Any) -> dict[str, Tensor]:
         weights = engine.receive_weights(global_steps=1)
         return {name: tensor.clone() async for name, tensor in weights}
 
     async def run() -> list[Any]:
-        got = [received(engine) for engine in rollouts]  # some look before there is a version
-        return await asyncio.gather(*got, *(a.send_weights(weights(), 1) for a in actors))
+        got = [received(engine) for engine in rollouts]  # they look before there is a version
+        return await asyncio.gather(*got, actor.send_weights(model.named_parameters(), 1))
 
-    results = asyncio.run(run())
-    assert len(walked) == len(actors), "each actor gathers all weights"
-    for engine in [*actors, *rollouts]:
+    *results, metrics = asyncio.run(run())
+    for engine in [actor, *rollouts]:
         engine.finalize()
-    return results[len(rollouts) :], results[: len(rollouts)]
+    return metrics, results
 
 
 def assert_same(got: dict[str, Tensor], model: nn.Module) -> None:
@@ -76,71 +84,138 @@ def assert_same(got: dict[str, Tensor], model: nn.Module) -> None:
     assert all(torch.equal(got[name].cpu(), wanted[name]) for name in wanted)
 
 
-def test_rollout_workers_get_each_step_and_later_ones_join(
-    engines: Engines, tmp_path: Path
-) -> None:
+def made() -> nn.Module:
+    """A model that is alike on all ranks."""
     torch.manual_seed(3)
-    model = nn.Linear(100, 100)
-    actors, rollouts = engines(tmp_path)
-    for step in range(4):
-        if step == 2:
-            rollouts += engines(tmp_path)[1][:1]  # a replica joins
-        metrics, got = synchronised(actors, rollouts, model)
-        for weights in got:
-            assert_same(weights, model)
-        assert metrics[1] == {}
-        changed = metrics[0]["checkpoint_engine/changed_ratio"]
-        megabytes = metrics[0]["checkpoint_engine/payload_mbytes"]
-        assert changed == 1 if step == 0 else 0 < changed < 0.05
-        assert megabytes > 0.019 if step == 0 else 0 < megabytes < 0.002
-        with torch.no_grad():
-            model.weight[step, :50] += 1
+    return nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100))
 
 
-def test_a_trainer_that_starts_anew_goes_on(engines: Engines, tmp_path: Path) -> None:
-    model = nn.Linear(10, 10)
-    actors, rollouts = engines(tmp_path)
-    synchronised(actors, rollouts, model)
-    with torch.no_grad():
-        model.weight += 1
-    _, got = synchronised(engines(tmp_path)[0], rollouts, model)
-    assert_same(got[0], model)
+def following(comm: Communicator, kind: str, folder: str, mirror: str | None) -> None:
+    model = made()
+    with engines(kind, folder, mirror=mirror) as new:
+        actor, rollouts = as_actor(new, comm), [new()]
+        for step in range(4):
+            if step == 2:
+                rollouts.append(new())  # a replica joins
+            metrics, got = synchronised(comm, actor, rollouts, model)
+            for weights in got:
+                assert_same(weights, model)
+            assert bool(metrics) == (comm.rank == 0)
+            if metrics:
+                changed = metrics["checkpoint_engine/changed_ratio"]
+                megabytes = metrics["checkpoint_engine/payload_mbytes"]
+                assert changed == 1 if step == 0 else 0 < changed < 0.05
+                assert megabytes > 0.038 if step == 0 else 0 < megabytes < 0.003
+            with torch.no_grad():
+                for layer in model:
+                    layer.weight[step, :50] += 1
+    kept = actor._passage._publisher._base  # a share of the weights, on each rank
+    shares = comm.gather_numbers(sum(part.local.nbytes for part in kept.values()))
+    assert sum(shares) == 2 * 2 * 100 * 101
+    assert max(shares) < 0.6 * sum(shares)
 
 
-def test_weights_may_keep_their_dtype(engines: Engines, tmp_path: Path) -> None:
-    model = nn.Linear(10, 10)
-    _, (got, *_) = synchronised(*engines(tmp_path, dtype=None), model)
-    assert torch.equal(got["weight"].cpu(), model.weight)
+@pytest.mark.parametrize("mirror", [None, "mirror"])
+def test_rollout_workers_get_each_step_and_later_ones_join(
+    run_on: Any, kind: str, tmp_path: Path, mirror: str | None
+) -> None:
+    place = mirror and f"{tmp_path}/{mirror}"
+    run_on(2, following, kind, str(tmp_path), place)
+    names = {path.name for path in tmp_path.rglob("model.safetensors")}
+    assert bool(names) == bool(mirror)
 
 
-def test_the_workers_of_verl_drive_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    verl = pytest.importorskip("verl.checkpoint_engine", reason="without verl")
-    actor_type = pytest.importorskip("verl.workers.engine_workers").ActorRolloutRefWorker
-    fresh(monkeypatch, "sparcel.integrations.verl")
-    new, told = verl.CheckpointEngineRegistry.new, {"bucket_size": 1, "store": str(tmp_path)}
-    model = nn.Linear(8, 8)
-    actor = actor_type.__new__(actor_type)
-    actor.checkpoint_engine = new("sparcel", is_master=True, **told)
-    parameters = lambda: (model.named_parameters(), None)  # noqa: E731
-    actor.actor = SimpleNamespace(engine=SimpleNamespace(get_per_tensor_param=parameters))
-    worker = verl.CheckpointEngineWorker.__new__(verl.CheckpointEngineWorker)
-    worker.checkpoint_engine = new("sparcel", **told)
-    got: dict[str, Tensor] = {}
+def going_on(comm: Communicator, folder: str) -> None:
+    model = made()
+    with engines("stand-in", folder) as new:
+        rollouts = [new()]
+        for _ in range(2):
+            _, got = synchronised(comm, as_actor(new, comm), rollouts, model)
+            assert_same(got[0], model)
+            with torch.no_grad():
+                model[0].weight += 1
 
-    async def update(weights: Any, global_steps: int, wire_format: str) -> None:
-        assert wire_format == "named_tensors"
-        got.update({name: tensor.clone() async for name, tensor in weights})
 
-    worker.server_adapter = SimpleNamespace(update_weights=update)
-    for step in range(3):
-        with torch.no_grad():
-            model.weight[0, step] += 1
-        number = actor.checkpoint_engine.prepare()["version"]
-        actor.checkpoint_engine.init_process_group(version=number)
-        worker.checkpoint_engine.init_process_group(version=number)
-        asyncio.run(actor_type.update_weights.__wrapped__(actor, global_steps=step, mode="sparcel"))
-        asyncio.run(verl.CheckpointEngineWorker.update_weights.__wrapped__(worker, step))
-        assert_same(got, model)
+def test_a_trainer_that_starts_anew_goes_on(run_on: Any, tmp_path: Path) -> None:
+    run_on(2, going_on, str(tmp_path))
+
+
+def keeping(comm: Communicator, folder: str) -> None:
+    model = made()
+    with engines("stand-in", folder, dtype=None) as new:
+        _, (got,) = synchronised(comm, as_actor(new, comm), [new()], model)
+    assert all(torch.equal(got[name].cpu(), one) for name, one in model.named_parameters())
+
+
+def test_weights_may_keep_their_dtype(run_on: Any, tmp_path: Path) -> None:
+    run_on(2, keeping, str(tmp_path))
+
+
+def failing(comm: Communicator, folder: str) -> None:
+    """One rank gets something that is no tensor, and then another trainer takes the number."""
+    seen = []
+
+    def weights(fails: bool) -> Iterator[tuple[str, Any]]:
+        for number, (name, tensor) in enumerate(made().named_parameters()):
+            seen.append(name)
+            yield name, None if fails and number == 1 else tensor
+
+    with engines("stand-in", folder) as new:
+        actor = as_actor(new, comm)
+        actor.init_process_group(version=0)
+        with pytest.raises(AttributeError if comm.rank else VersionError):
+            asyncio.run(actor.send_weights(weights(fails=comm.rank == 1)))
+        assert len(seen) == 4, "each rank gathers all weights"
+        assert read_index(Folder(f"{folder}/store")).newest is None
+        comm.gather_numbers(0)
+        if comm.rank == 0:
+            Publisher(Folder(f"{folder}/store")).publish({"x": torch.ones(3)})
+        comm.gather_numbers(0)
+        other = as_actor(new, comm)
+        other.init_process_group(version=0)
+        with pytest.raises(VersionError, match=r"rollout workers wait for 0: another trainer"):
+            asyncio.run(other.send_weights(weights(fails=False)))
+
+
+def test_errors_are_those_of_all_ranks(run_on: Any, tmp_path: Path) -> None:
+    run_on(2, failing, str(tmp_path))
+
+
+def driven(comm: Communicator, folder: str) -> None:
+    """Let the methods of verl's own workers call the engines."""
+    verl = import_module("verl.checkpoint_engine")
+    actor_type = import_module("verl.workers.engine_workers").ActorRolloutRefWorker
+    model = made()
+    with engines("real", folder) as new:
+        actor = actor_type.__new__(actor_type)
+        actor.checkpoint_engine = as_actor(new, comm)
+        parameters = lambda: (model.named_parameters(), None)  # noqa: E731
+        actor.actor = SimpleNamespace(engine=SimpleNamespace(get_per_tensor_param=parameters))
+        worker = verl.CheckpointEngineWorker.__new__(verl.CheckpointEngineWorker)
+        worker.checkpoint_engine = new()
+        got: dict[str, Tensor] = {}
+
+        async def update(weights: Any, global_steps: int, wire_format: str) -> None:
+            assert wire_format == "named_tensors"
+            got.update({name: tensor.clone() async for name, tensor in weights})
+
+        worker.server_adapter = SimpleNamespace(update_weights=update)
+        for step in range(3):
+            with torch.no_grad():
+                model[0].weight[0, step] += 1
+            told = actor.checkpoint_engine.prepare().get("version", -1)
+            number = comm.gather_numbers(told)[0]
+            actor.checkpoint_engine.init_process_group(version=number)
+            worker.checkpoint_engine.init_process_group(version=number)
+            update_weights = actor_type.update_weights.__wrapped__
+            asyncio.run(update_weights(actor, global_steps=step, mode="sparcel"))
+            asyncio.run(verl.CheckpointEngineWorker.update_weights.__wrapped__(worker, step))
+            assert_same(got, model)
+
+
+def test_the_workers_of_verl_drive_it(run_on: Any, tmp_path: Path) -> None:
+    pytest.importorskip("verl.workers.engine_workers", reason="without verl")
+    run_on(2, driven, str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["CheckpointEngine", "CheckpointEngineRegistry"])

@@ -1,26 +1,132 @@
-"""Weights that a trainer yields one by one, gathered from all ranks, for a publisher."""
+"""Weights that a trainer yields one by one, gathered from all ranks, and their way to engines."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparcel.delta import (
+    HostSubscriber,
+    Seen,
+    ShardedPublisher,
+    Store,
+    Subscriber,
+    Update,
+    Version,
+    read_index,
+    store_at,
+)
+from sparcel.delta.index import index_in
+from sparcel.errors import VersionError
+
+_SECONDS = 0.2
+"""How long rollout workers wait before they look into the store again."""
+
+
+class Passage:
+    """The way of weights from the ranks of a trainer to rollout workers, by a store.
+
+    A process is of the trainer, and publishes, or is a worker, and reads.
+
+    Parameters
+    ----------
+    store
+        A path or URL, as for `sparcel.delta.store_at`, valid on all hosts.
+    dtype
+        The name of the dtype that wider floats become before they are compared; None keeps all.
+    mirror
+        A folder in which the workers of a host keep one copy; None: each keeps its own.
+    publisher
+        As for `sparcel.delta.ShardedPublisher`.
+    """
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str],
+        dtype: str | None,
+        mirror: str | os.PathLike[str] | None,
+        publisher: Mapping[str, Any],
+    ) -> None:
+        self.store: Store = store_at(store)
+        self._dtype: torch.dtype | None = getattr(torch, dtype) if dtype else None
+        self._mirror, self._arguments = mirror, publisher
+        self._publisher: ShardedPublisher | None = None
+        self._reader: HostSubscriber | Subscriber | None = None
+
+    def next_number(self) -> int:
+        """Return the number of the version to come."""
+        newest = index_in(self.store).newest
+        return 0 if newest is None else newest.number + 1
+
+    def publish(self, weights: Iterable[tuple[str, Tensor]], number: int) -> Version:
+        """Publish weights, which all ranks of the trainer see whole and in the same order.
+
+        Raises
+        ------
+        VersionError
+            If that was not the version with this number; or as `ShardedPublisher.publish_gathered`.
+        """
+        if self._publisher is None:
+            self._publisher = ShardedPublisher(self.store, **self._arguments)
+        version = self._publisher.publish_gathered(narrowed(weights, self._dtype))
+        if version.number != number:
+            raise VersionError(
+                f"version {version.number} was published, and rollout workers wait for {number}:"
+                f" another trainer has published to {self.store}; give each one its own"
+            )
+        return version
+
+    async def updates(self, number: int) -> Iterator[Seen | Update]:
+        """Wait for a version, and return what goes there step by step."""
+        if self._reader is None:
+            place = self._mirror
+            self._reader = HostSubscriber(self.store, place) if place else Subscriber(self.store)
+        while (newest := read_index(self.store).newest) is None or newest.number < number:
+            await asyncio.sleep(_SECONDS)
+        return self._reader.updates(number)
+
+    @property
+    def version(self) -> Version | None:
+        """The version that was read last."""
+        return None if self._reader is None else self._reader.version
+
+    def weights(self, only: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield weights that were read, on this process's device; all, or those with the names."""
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        for name, tensor in ({} if self._reader is None else self._reader.tensors).items():
+            if only is None or name in only:
+                yield name, tensor.to(device)
+
+
+def narrowed(
+    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Return weights of which floats wider than ``dtype`` become ``dtype``, when they are asked for.
+
+    After an error of one, the others can still be asked for.
+    """
+
+    def narrow(weight: tuple[str, Tensor]) -> tuple[str, Tensor]:
+        name, tensor = weight[0], weight[1].detach()
+        wide = dtype is not None and tensor.is_floating_point() and tensor.itemsize > dtype.itemsize
+        return name, tensor.to(dtype) if wide else tensor
+
+    return map(narrow, weights)
+
 
 def on_host(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Copy weights to the host as they come; floats wider than ``dtype`` become ``dtype``.
+    """Copy weights to the host as they come, narrowed.
 
     The weights are walked to their end even if that fails: other ranks walk with this one.
     """
-    coming = iter(weights)
+    coming = narrowed(weights, dtype)
     try:
-        return {name: _copied(tensor, dtype) for name, tensor in coming}
+        return {name: tensor.to("cpu", copy=True) for name, tensor in coming}
     finally:
         deque(coming, maxlen=0)
-
-
-def _copied(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    wider = dtype is not None and tensor.is_floating_point() and tensor.itemsize > dtype.itemsize
-    return tensor.detach().to("cpu", dtype if wider else tensor.dtype, copy=True)

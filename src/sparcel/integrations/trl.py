@@ -33,6 +33,9 @@ class WeightTransfer:
     dtype
         What wider floats become before they are compared, the dtype that is served; None keeps all.
         TRL trains in float32 by default, of which nearly every bit pattern changes in a step.
+    mirror
+        A folder on each host of the servers, such as ``/dev/shm/run``, in which all workers there
+        keep one copy of the checkpoint together. Without it, each keeps one.
     publisher
         As for `sparcel.delta.Publisher`.
 
@@ -47,10 +50,12 @@ class WeightTransfer:
         store: str | os.PathLike[str],
         *urls: str,
         dtype: torch.dtype | None = torch.bfloat16,
+        mirror: str | os.PathLike[str] | None = None,
         **publisher: Any,
     ) -> None:
         self.version: Version | None = None
         self._store, self._dtype, self._arguments = store, dtype, publisher
+        self._mirror = mirror
         self._servers = [Server(url) for url in urls]
         self._publisher: Publisher | None = None
 
@@ -58,7 +63,7 @@ class WeightTransfer:
         """Open the store, and tell the servers about it."""
         self._publisher = Publisher(store_at(self._store), **self._arguments)
         for server in self._servers:
-            server.connect(self._store)
+            server.connect(self._store, self._mirror)
 
     def pause(self) -> None:
         """Do nothing: `send_weights` pauses servers, once there is something to load."""

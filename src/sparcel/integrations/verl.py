@@ -6,33 +6,28 @@ Importing this module, which ``custom_backend_module`` tells verl to do, registe
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from sparcel.delta import Publisher, Subscriber, read_index, store_at
-from sparcel.delta.index import index_in
+from sparcel.delta import read_index
 from sparcel.integrations._framework import needs
-from sparcel.integrations._weights import on_host
+from sparcel.integrations._weights import Passage
 
 with needs("verl"):
     from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
-
-_SECONDS = 0.2
-"""How long rollout workers wait before they look into the store again."""
 
 
 @CheckpointEngineRegistry.register("sparcel")
 class SparcelCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """Publishes the actor's weights, and yields them in rollout workers.
 
-    Only deltas travel, and no group of processes is formed, so replicas may come and go. **Each
-    rollout worker keeps a mirror of the whole model** in the memory of its host, and hands all of
-    it to its inference engine at each step, as verl's other engines do. Rank 0 of the actor holds
-    the whole model there twice.
+    Only deltas travel, and rollout workers join no group of processes, so replicas may come and go.
+    The actor's ranks share the work: each compares, codes and writes a share of the tensors, and
+    keeps that on its host. **The rollout workers of a host keep a mirror of the whole model**, one
+    together with ``mirror``, and else each its own, and hand all of it to their inference engines at
+    each step, as verl's other engines do.
 
     Parameters
     ----------
@@ -43,8 +38,11 @@ class SparcelCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     dtype
         The name of the dtype that wider floats become before they are compared; None keeps all.
         Of float32 weights nearly every bit pattern changes in a step.
+    mirror
+        A folder on each rollout host, such as ``/dev/shm/run``, for the mirror that its workers
+        share. All of them must get each version.
     publisher
-        As for `sparcel.delta.Publisher`.
+        As for `sparcel.delta.ShardedPublisher`.
     """
 
     wire_format = "named_tensors"
@@ -55,23 +53,15 @@ class SparcelCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         store: str,
         is_master: bool = False,
         dtype: str | None = "bfloat16",
+        mirror: str | None = None,
         **publisher: Any,
     ) -> None:
-        self._store, self._is_master = store_at(store), is_master
-        self._dtype: torch.dtype | None = getattr(torch, dtype) if dtype else None
-        self._arguments = publisher
-        self._publisher: Publisher | None = None
-        self._subscriber: Subscriber | None = None
+        self._passage, self._is_master = Passage(store, dtype, mirror, publisher), is_master
         self._number = 0
 
     def prepare(self) -> dict[str, Any]:
         """Return on the master the number of the version to come."""
-        if not self._is_master:
-            return {}
-        if self._publisher is None:
-            self._publisher = Publisher(self._store, **self._arguments)
-        newest = index_in(self._store).newest
-        return {"version": 0 if newest is None else newest.number + 1}
+        return {"version": self._passage.next_number()} if self._is_master else {}
 
     @classmethod
     def build_topology(
@@ -88,18 +78,16 @@ class SparcelCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._number = version
 
     def finalize(self) -> None:
-        """Do nothing: copy and mirror stay, for the next version."""
+        """Do nothing: copies and mirrors stay, for the next version."""
 
     async def send_weights(
         self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
-        """Publish the weights, and return what that took; ranks but the master only gather."""
-        if self._publisher is None:
-            for _ in weights:
-                pass
+        """Publish the weights on all ranks of the actor; return on the master what that took."""
+        version = self._passage.publish(weights, self._number)
+        if not self._is_master:
             return {}
-        version = self._publisher.publish(on_host(weights, self._dtype), self._number)
-        entries = read_index(self._store).entries
+        entries = read_index(self._passage.store).entries
         entry = next(entry for entry in entries if entry.version == version)
         return {
             "checkpoint_engine/changed_ratio": entry.changed / entry.elements,
@@ -110,11 +98,7 @@ class SparcelCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self, global_steps: int | None = None
     ) -> AsyncIterator[tuple[str, Tensor]]:
         """Wait for the version that was announced, and yield all weights on this device."""
-        if self._subscriber is None:
-            self._subscriber = Subscriber(self._store)
-        while (newest := read_index(self._store).newest) is None or newest.number < self._number:
-            await asyncio.sleep(_SECONDS)
-        self._subscriber.update(self._number)
-        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-        for name, tensor in self._subscriber.tensors.items():
-            yield name, tensor.to(device)
+        for _ in await self._passage.updates(self._number):
+            pass
+        for weight in self._passage.weights():
+            yield weight
