@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import chain
+from dataclasses import dataclass, field
 
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from sparcel._checks import checked_flag
-from sparcel.delta.anchor import Whole, check_places, failing_as_file, whole_of
-from sparcel.delta.applying import (
-    Inverse,
-    Prepared,
-    Target,
-    check_together,
-    prepare,
-)
-from sparcel.delta.chunk import Version, read_chunk
-from sparcel.delta.files import File
+from sparcel.delta.applying import Inverse, Target
+from sparcel.delta.chunk import Version
 from sparcel.delta.index import Entry, Index, read_index
+from sparcel.delta.kept import Kept, Step
 from sparcel.delta.making import version_of
-from sparcel.delta.parts import parts_of, tensors_of, untied
-from sparcel.delta.reading import files_in_part, read_ahead
-from sparcel.delta.slices import Only, Sliced, checked_only
-from sparcel.delta.slicing import chunks_of, prepare_slices, sliced_of
+from sparcel.delta.parts import tensors_of
+from sparcel.delta.slices import Only
 from sparcel.delta.update import Untold, Update
-from sparcel.errors import FormatError, InputError, VersionError, shown
+from sparcel.errors import FormatError, InputError, VersionError
 from sparcel.stores import Store, store_at
-
-_SPARE = 1 << 20
-"""Bytes of a file beside what follows from the weights."""
 
 AHEAD = 8
 """Deltas that are read at the same time, for a reader that is behind."""
@@ -48,10 +32,10 @@ _TRIES = 3
 class Ready:
     """A step to another version that is read and checked, and waits to be written."""
 
-    _entry: Entry = field(repr=False)
     _subscriber: Subscriber = field(repr=False)
     _since: Version | None
-    _step: Prepared | Whole = field(repr=False)
+    _entry: Entry = field(repr=False)
+    _step: Step = field(repr=False)
 
     @property
     def version(self) -> Version:
@@ -116,33 +100,14 @@ class Subscriber:
     ) -> None:
         self.version: Version | None = None
         self._store = store_at(store)
-        self._weights: Target = {} if tensors is None else tensors
-        self._target = self._weights
-        self._given: dict[str, Tensor] = {}
-        self._only, self._sum = None if only is None else checked_only(only), 0
-        if not isinstance(self._target, nn.Module):
-            self._target = tensors_of(self._target)
-            self._given = dict(self._target)
-            if self._only is not None:
-                self._target = Sliced(self._target, self._only)
-        elif partial or only is not None:
-            raise InputError(
-                "a module must have all tensors; to use partial or only, pass them by name"
-            )
-        self._is_strict = bool(self._given) and not checked_flag(partial, "partial")
+        self._kept = Kept(tensors, checked_flag(partial, "partial"), only)
         self._inverse: Inverse | None = None
         self._untold, self._moves = Untold(), 0
-        for name, tensor in self.tensors.items():
-            if isinstance(tensor, DTensor):
-                raise InputError(
-                    f"{shown(name)} is cut over several processes; keep whole tensors in a"
-                    " Subscriber, and assign_ what changes in them"
-                )
 
     @property
     def tensors(self) -> MutableMapping[str, Tensor]:
         """The weights by name."""
-        return tensors_of(self._target)
+        return tensors_of(self._kept.target)
 
     def update(self, to: int | None = None) -> Update | None:
         """Go to the version that is the newest when this begins, or to the one numbered ``to``.
@@ -184,9 +149,9 @@ class Subscriber:
         passed_by: set[str] = set()
         missed, why = 0, None
         while way := self._way(to, passed_by, why):
-            for entry, files in self._opened(way, ahead):
+            for entry, files in self._kept.files(self._store, way, ahead):
                 try:
-                    ready = self._read(entry, files(), way[-1].version)
+                    read = self._kept.read(entry, files(), self.version, way[-1].version)
                 except FileNotFoundError:  # it was pruned after the index was read, or is lost
                     missed += 1
                     if missed >= _TRIES:
@@ -196,7 +161,7 @@ class Subscriber:
                     passed_by.update(entry.names)
                     why = error
                     break
-                yield ready
+                yield Ready(self, self.version, *read)
                 if self.version != entry.version:
                     break
             else:
@@ -211,13 +176,6 @@ class Subscriber:
             if why is not None:
                 error.add_note(str(why))
             raise
-
-    def _opened(
-        self, way: list[Entry], ahead: int
-    ) -> Iterator[tuple[Entry, Callable[[], list[File]]]]:
-        if self._only is None:
-            return read_ahead(self._store, way, ahead, self._most_bytes())
-        return ((entry, partial(files_in_part, self._store, entry)) for entry in way)
 
     def _index(self) -> Index:
         index = read_index(self._store)
@@ -247,7 +205,7 @@ class Subscriber:
         with self._writing(inverse):
             inverse.undo()
         self.version = inverse.base
-        self._sum = (self._sum - inverse.sum) % (1 << 64)
+        self._kept.follow(inverse, undone=True)
         self._untold.steps.append(inverse.done())
         return inverse.base
 
@@ -256,84 +214,14 @@ class Subscriber:
         if self.version is None:
             raise InputError("there is no version yet; update first")
         found = version_of(self.tensors, self.version.number)
-        expected = self.version if self._only is None else replace(self.version, sum=self._sum)
+        expected = self._kept.expected(self.version)
         if found != expected:
             raise VersionError(
                 f"the weights are {found} instead of version {expected}: something else has"
                 " written to them; reload() begins anew"
             )
 
-    def _read(self, entry: Entry, files: list[File], newest: Version) -> Ready:
-        """Check what was read, a delta or a whole model, on the way to the version ``newest``."""
-        for file, name in zip(files, entry.names, strict=True):
-            base = entry.base and file.version("base")
-            if (base, file.version()) != (entry.base, entry.version):
-                raise FormatError(f"{shown(name)} holds {file.version()}, not {entry.version}")
-        if self._only is not None:
-            return self._read_slices(entry, files, newest, self._only)
-        if entry.kind == "anchor":
-            tensors = whole_of(files)
-            found = version_of(tensors, entry.version.number)
-            if found != entry.version:
-                raise FormatError(f"{entry.names[0]} holds {found} instead of {entry.version}")
-            if not self._moves and not isinstance(self._weights, nn.Module):
-                self._target = tensors_of(self._weights, tensors.keys())
-                self._given = dict(self._target) if self._given else {}
-            whole = Whole(
-                entry.version, tensors, self._target, self._given, self._is_strict, newest
-            )
-            return Ready(entry, self, self.version, whole)
-        chunks = [read_chunk(chunk) for file in files for chunk in file.chunks()]
-        with failing_as_file(entry.names):
-            check_together(chunks)
-        base = chunks[0].base
-        made = base.after(chunks[0].target, sum(chunk.sum for chunk in chunks))
-        if (base, made) != (entry.base, entry.version):
-            raise FormatError(
-                f"{entry.names[0]} makes version {made} of {base}, not {entry.version} of"
-                f" {entry.base}"
-            )
-        prepared = prepare(self._target, chunks, self.version)
-        if self._given:
-            check_places(
-                entry.version,
-                prepared.tensors,
-                self._target,
-                self._given,
-                self._is_strict,
-                newest,
-            )
-        return Ready(entry, self, self.version, prepared)
-
-    def _read_slices(self, entry: Entry, files: list[File], newest: Version, only: Only) -> Ready:
-        """Do the same for slices: read what tells of these."""
-        assert isinstance(self._target, Sliced), "only= was given"
-        step: Prepared | Whole
-        if entry.base is None:
-            tensors = sliced_of(files, only, entry.version)
-            elements = sum(part.piece.count for part in untied(parts_of(tensors)).values())
-            step = Whole(entry.version, tensors, self._target, self._given, self._is_strict, newest)
-            entry = replace(entry, elements=elements)
-        else:
-            told = (chunks_of(file, only, entry.base, entry.version) for file in files)
-            chunks = list(chain.from_iterable(told))
-            with failing_as_file(entry.names):
-                check_together(chunks, some=True)
-            step = prepare_slices(self._target, chunks, entry.version)
-        read = replace(entry, bytes=sum(file.taken for file in files))
-        return Ready(read, self, self.version, step)
-
-    def _most_bytes(self) -> int:
-        """Return how long the files of a step can be: not much longer than what they have to fit.
-
-        Names take up to six bytes a character, and are there more than once.
-        """
-        if not self._is_strict and not isinstance(self._target, nn.Module):
-            return sys.maxsize
-        held = self.tensors.items()
-        return _SPARE + sum(2 * one.nbytes + 20 * len(name) + 1000 for name, one in held)
-
-    def _apply(self, entry: Entry, since: Version | None, step: Prepared | Whole) -> None:
+    def _apply(self, entry: Entry, since: Version | None, step: Step) -> None:
         if self.version != since or not step.waits:
             raise VersionError(
                 f"version {entry.version} was prepared for {since}, but the weights are"
@@ -342,9 +230,7 @@ class Subscriber:
         with self._writing(step):
             inverse = step.apply()
         self.version, self._inverse = entry.version, inverse
-        if self._only is not None:
-            more = self._sum + inverse.sum if inverse else version_of(self.tensors).sum
-            self._sum = more % (1 << 64)
+        self._kept.follow(inverse)
         self._untold.add(entry, inverse)
 
     def _tell(self) -> Update:
@@ -356,7 +242,7 @@ class Subscriber:
         return Update(done.base, version, done.bytes, done.changed, self, steps, self._moves)
 
     @contextmanager
-    def _writing(self, step: Prepared | Inverse | Whole) -> Iterator[None]:
+    def _writing(self, step: Step | Inverse) -> Iterator[None]:
         """Set no version while a step is written, and the last one again if nothing was written."""
         before = self.version, self._inverse
         self.version = self._inverse = None
