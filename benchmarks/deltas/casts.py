@@ -7,6 +7,7 @@ are those of checkpoints that vLLM and SGLang load: names, shapes and the dtypes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,12 +34,12 @@ def int4_groups(name: str, weight: Tensor) -> Weights:
     return {f"{name}_packed": packed, f"{name}_scale": scale.squeeze(2)}
 
 
-def fp8_blocks(name: str, weight: Tensor) -> Weights:
-    """Float8 (E4M3), with a scale in float32 for blocks of 128 by 128."""
+def fp8_blocks(name: str, weight: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Weights:
+    """Float8, with a scale in float32 for blocks of 128 by 128."""
     rows, columns = (side // BLOCK for side in weight.shape)
     blocks = weight.view(rows, BLOCK, columns, BLOCK)
-    scale = blocks.abs().amax((1, 3), keepdim=True).clamp(min=1e-12) / MOST_E4M3
-    values = (blocks / scale).to(torch.float8_e4m3fn).view(weight.shape)
+    scale = blocks.abs().amax((1, 3), keepdim=True).clamp(min=1e-12) / torch.finfo(dtype).max
+    values = (blocks / scale).to(dtype).view(weight.shape)
     return {name: values, f"{name}_scale_inv": scale.view(rows, columns)}
 
 
@@ -72,6 +73,7 @@ def widened(name: str, weight: Tensor) -> Weights:
 CASTS: dict[str, Callable[[str, Tensor], Weights]] = {
     "int8 rows": int8_rows,
     "fp8 blocks": fp8_blocks,
+    "e5m2 blocks": partial(fp8_blocks, dtype=torch.float8_e5m2),
     "int4 by 128": int4_groups,
     "nvfp4": nvfp4,
     "mxfp4": mxfp4,

@@ -37,7 +37,7 @@ class Served:
     def __call__(self, route: str, body: Any) -> None:
         if route == "/init_weight_transfer_engine":
             self.subscriber = Subscriber(Folder(body["init_info"]["store"]))
-            self.mirror = body["init_info"]["mirror"]
+            self.mirror = body["init_info"].get("mirror")
         if route == "/update_weights":
             if self.failing:
                 raise ValueError("no memory")

@@ -107,7 +107,7 @@ class Passage:
 def narrowed(
     weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Return weights of which floats wider than ``dtype`` become ``dtype``, when they are asked for.
+    """Return weights as they come; floats wider than ``dtype`` become ``dtype``.
 
     After an error of one, the others can still be asked for.
     """

@@ -26,8 +26,8 @@ class SparcelCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     Only deltas travel, and rollout workers join no group of processes, so replicas may come and go.
     The actor's ranks share the work: each compares, codes and writes a share of the tensors, and
     keeps that on its host. **The rollout workers of a host keep a mirror of the whole model**, one
-    together with ``mirror``, and else each its own, and hand all of it to their inference engines at
-    each step, as verl's other engines do.
+    together with ``mirror``, and else each its own. They hand all of it to their inference engines
+    at each step, as verl's other engines do.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""A web server with the control routes of vLLM."""
+"""A web server with the control routes of an engine."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from typing import Any
 
 
 @contextmanager
-def serving(answer: Callable[[str, Any], None]) -> Iterator[str]:
-    """Yield the URL of a server that calls ``answer(route, body)``; what that raises is a 500."""
+def serving(answer: Callable[[str, Any], tuple[int, Any] | None]) -> Iterator[str]:
+    """Yield the URL of a server that calls ``answer(route, body)``; what that raises is a 500.
+
+    It may return a status and a body.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            told, status = b"{}", 200
             try:
-                answer(self.path, json.loads(body) if body else None)
+                status, said = answer(self.path, json.loads(body) if body else None) or (200, {})
+                told = json.dumps(said).encode()
             except Exception as error:
                 told, status = str(error).encode(), 500
             self.send_response(status)
