@@ -60,18 +60,29 @@ def check_storable(parts: Mapping[str, Part]) -> None:
 
 
 def delta_file(
-    chunks: Sequence[bytes | memoryview],
+    chunks: Iterable[bytes | memoryview],
     base: Version,
     version: Version,
     listed: Sequence[Chunk] = (),
+    sizes: Sequence[int] = (),
 ) -> Iterator[bytes | memoryview]:
     """Yield the parts of a file with the chunks of a delta.
 
-    The header lists what tensors they tell of, if they are given as ``listed``, too.
+    Parameters
+    ----------
+    chunks
+        A list; or chunks that are made as they are written, with their ``sizes`` in bytes.
+    base, version
+        What it applies to, and what it makes.
+    listed
+        The same chunks, if the header is to list what tensors they tell of.
     """
+    if not sizes:
+        chunks = list(chunks)
+        sizes = [len(one) for one in chunks]
     keys = [Listed.of(i, chunk.pieces).key for i, chunk in enumerate(listed)]
-    keys = keys or [Listed.of(i, ()).key for i in range(len(chunks))]
-    names = {key: ("U8", [len(one)], len(one)) for key, one in zip(keys, chunks, strict=True)}
+    keys = keys or [Listed.of(i, ()).key for i in range(len(sizes))]
+    names = {key: ("U8", [size], size) for key, size in zip(keys, sizes, strict=True)}
     told = {"kind": "delta", **_told("base", base), **_told("version", version)}
     yield _header(names, told, bool(listed))
     yield from chunks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from sparcel.delta.applying import write_in_turn
 from sparcel.delta.base import copied
 from sparcel.delta.bits import key_of, signed
 from sparcel.delta.casting import Cast, served
-from sparcel.delta.chunk import Version, read_chunk
+from sparcel.delta.chunk import Chunk, Version, read_chunk
 from sparcel.delta.encoding import encode_parts
 from sparcel.delta.files import NOTHING_TO_PUBLISH, check_storable, delta_file
 from sparcel.delta.index import file_name
@@ -125,8 +125,10 @@ class ShardedPublisher:
             version = self._publish_delta(parts, since, number)
             self._deltas += 1
         if since is None or self._deltas >= self._anchor_every:
-            whole = self._together(lambda: self._coded(self._base, {}, _NOTHING, number))
-            version = self._write(whole, None, number)
+            # Made twice, to be told and to be written: there may be no room for all of it.
+            version = self._write(
+                lambda: self._coded(self._base, {}, _NOTHING, number), None, number
+            )
             self._deltas = 0
         self._on_first(self._index_writer.prune)
         self._based = version
@@ -187,8 +189,8 @@ class ShardedPublisher:
         )
 
     def _publish_delta(self, parts: Mapping[str, Part], since: Version, number: int) -> Version:
-        chunks = self._together(lambda: self._coded(parts, self._base, since, number))
-        version = self._write(chunks, since, number)
+        chunks = self._together(lambda: list(self._coded(parts, self._base, since, number)))
+        version = self._write(lambda: chunks, since, number)
 
         def follow() -> None:
             """Let the base follow by what was published, whatever the weights are by now."""
@@ -206,19 +208,26 @@ class ShardedPublisher:
 
     def _coded(
         self, now: Mapping[str, Part], old: Mapping[str, Part], since: Version, number: int
-    ) -> list[bytes]:
+    ) -> Iterator[bytes]:
         shard = (self._comm.rank, self._comm.size)
-        return list(encode_parts(now, old, self._code, since, number, shard, self._apart))
+        return encode_parts(now, old, self._code, since, number, shard, self._apart)
 
-    def _write(self, chunks: list[bytes], base: Version | None, number: int) -> Version:
-        """Write this rank's file, and commit the files of all ranks."""
+    def _write(
+        self, make: Callable[[], Iterable[bytes]], base: Version | None, number: int
+    ) -> Version:
+        """Write this rank's file of the chunks that are made, and commit the files of all ranks."""
         comm, since = self._comm, base or _NOTHING
-        read = [read_chunk(chunk) for chunk in chunks]
+        told = self._together(lambda: [_told(chunk) for chunk in make()])
+        read = [chunk for chunk, _ in told]
         sums = comm.gather_numbers(signed(sum(chunk.sum for chunk in read)))
         version = since.after(number, sum(sums))
         names = tuple(file_name(base, number, self._writer, rank) for rank in range(comm.size))
-        file = delta_file(chunks, since, version, read if self._apart else ())
-        size = self._together(lambda: self._index_writer.write(names[comm.rank], file))
+        listed, sizes = read if self._apart else (), [size for _, size in told]
+        size = self._together(
+            lambda: self._index_writer.write(
+                names[comm.rank], delta_file(make(), since, version, listed, sizes)
+            )
+        )
         # Another rank's file, which may be on another host.
         self._together(
             lambda: self._index_writer.prove(names[(comm.rank + 1) % comm.size], version)
@@ -280,6 +289,11 @@ def _checked(weights: Weights, cast: Cast | None) -> tuple[dict[str, Part], dict
         told = repr((name, placed, owner[name]))
         held[name] = Held(part.piece, key_of(told, part.piece.dtype, part.piece.shape))
     return parts, held
+
+
+def _told(chunk: bytes) -> tuple[Chunk, int]:
+    """Return what a chunk says, without its streams, and how many bytes it has."""
+    return replace(read_chunk(chunk), streams=b""), len(chunk)
 
 
 def _copied(parts: Mapping[str, Part]) -> dict[str, Part]:
