@@ -306,13 +306,22 @@ def test_processes_of_a_host_go_together(tmp_path: Path) -> None:
             with pytest.raises(VersionError, match="there is no version 9"):
                 each.result(60)
         assert list(pool.map(load, several, [4] * 3)) == [[]] * 3
-        leader = several[0]
+        for each in several:
+            each.close()
+        other = Publisher(tmp_path / "other run")
+        for _ in models:
+            other.publish({"w": torch.ones(3)})
+        stranger = HostSubscriber(tmp_path / "other run", tmp_path / PLACE)
+        assert [seen.version for seen in stranger.updates(4)] == [other.version]
+        stranger.close()
+        assert list(pool.map(load, several, [4] * 3)) == [[]] * 3
+        (leader,) = [each for each in several if each._follower is not None]
         list(leader.updates(3))
         with (
             patch.object(host, "_PATIENCE", 0.01),
             pytest.raises(VersionError, match=r"is at version 3 .*, and did not go to 4"),
         ):
-            list(several[1].updates(4))
+            list(next(each for each in several if each is not leader).updates(4))
 
 
 # ---- kills

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparcel.delta.chunk import Version
 from sparcel.delta.follower import Follower
+from sparcel.delta.index import read_index
 from sparcel.delta.mirror import Mirror, Seen
 from sparcel.errors import InputError, VersionError
 from sparcel.stores import Store
@@ -26,7 +27,7 @@ class HostSubscriber:
 
     They share a mirror. The first one that asks for a version follows the store, and the others
     wait for it; if it ends or fails, another one takes its place. None may ask for another version
-    before all have read the one before.
+    before all have read the one before. What another run has left in the mirror is replaced.
 
     Parameters
     ----------
@@ -63,15 +64,16 @@ class HostSubscriber:
             hour.
         """
         until = time.monotonic() + _PATIENCE
-        while not self._is_there(to):
+        wanted = read_index(self._store).numbered(to)
+        while self._newest() != wanted:
             if self._follower is None:
                 with suppress(BlockingIOError):
                     self._follower = Follower(self._store, self._place, wait=False)
             if self._follower is None:
                 if time.monotonic() > until:
                     raise VersionError(
-                        f"{self._place} is at version {self._newest()}, and did not go to {to} in"
-                        f" {_PATIENCE:g} seconds: all processes that share it must go there"
+                        f"{self._place} is at version {self._newest()}, and did not go to {wanted}"
+                        f" in {_PATIENCE:g} seconds: all processes that share it must go there"
                     )
                 time.sleep(_PAUSE)
                 continue
@@ -89,10 +91,6 @@ class HostSubscriber:
         if self._follower is not None:
             self._follower.close()
             self._follower = None
-
-    def _is_there(self, to: int) -> bool:
-        newest = self._newest()
-        return newest is not None and newest.number == to
 
     def _newest(self) -> Version | None:
         with suppress(InputError):  # nobody has made it yet

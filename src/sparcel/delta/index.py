@@ -124,7 +124,7 @@ class Index:
         VersionError
             If no way leads there.
         """
-        wanted = self.newest if to is None else self._numbered(to)
+        wanted = self.newest if to is None else self.numbered(to)
         if wanted is None or wanted == since:
             return []
         best: dict[Version | None, tuple[int, list[Entry]]] = {None: (0, []), since: (0, [])}
@@ -140,7 +140,8 @@ class Index:
             raise VersionError(self._no_way(since, wanted, without))
         return best[wanted][1]
 
-    def _numbered(self, number: int) -> Version:
+    def numbered(self, number: int) -> Version:
+        """Return the version with a number, or raise VersionError."""
         for entry in self.entries:
             if entry.version.number == number:
                 return entry.version

@@ -65,8 +65,8 @@ class Server:
             A path or URL that is valid there.
         mirror
             A folder on each host of the server, such as ``/dev/shm/run``, in which its workers keep
-            one copy of the checkpoint together. Each server needs its own. Without it, each worker
-            keeps a copy.
+            one copy of the checkpoint together, and those of other servers, if each version is
+            served to all of them before the next one. Without it, each worker keeps a copy.
         """
         told = {"store": os.fspath(store)}
         if mirror is not None:

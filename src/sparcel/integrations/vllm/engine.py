@@ -51,8 +51,8 @@ _AT_ONCE = 1 << 24
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """Where versions are: a path or URL, as for `sparcel.delta.store_at`.
 
-    ``mirror`` is a folder on each host in which the workers there keep one copy of the checkpoint,
-    and those of no other server; by default each worker keeps a copy.
+    ``mirror`` is a folder on each host in which the workers there keep one copy of the checkpoint
+    together; by default each worker keeps one.
     """
 
     store: str
@@ -113,6 +113,11 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
         if isinstance(self._mirror, HostSubscriber):
             self._mirror.close()
         self._mirror = self._loaded = None
+
+    @staticmethod
+    def trainer_send_weights(*args: Any, **arguments: Any) -> None:
+        """Refuse what vLLM asked of engines until 0.26: a publisher sends the weights."""
+        raise NotImplementedError("publish weights by sparcel.delta.Publisher")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Go to a version, also on a machine without an accelerator, where vLLM's own raises."""
