@@ -38,7 +38,16 @@ EXTRAS_OF = {
 """The extras that each room's modules may import from; other rooms need torch and numpy alone."""
 
 BROUGHT_ALONG = {
-    "integrations": {"lightning", "nemo_rl", "torchft", "transformers", "verl", "vllm"}
+    "integrations": {
+        "lightning",
+        "nemo_rl",
+        "sglang",
+        "skyrl",
+        "torchft",
+        "transformers",
+        "verl",
+        "vllm",
+    }
 }
 """What the users of a room have already, so that no extra installs it."""
 

@@ -409,7 +409,7 @@ def test_the_entry_point_is_there_and_does_nothing_without_vllm(
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, _, name = project["entry-points"]["vllm.general_plugins"]["sparcel"].partition(":")
     getattr(import_module(module), name)()
-    with pytest.raises(MissingDependencyError, match="needs vllm: pip install vllm"):
+    with pytest.raises(MissingDependencyError, match="needs vllm: install it"):
         fresh(monkeypatch, "sparcel.integrations.vllm.engine")
 
 

@@ -57,6 +57,16 @@ class HostSubscriber:
     def updates(self, to: int) -> Iterator[Seen]:
         """Go to the version numbered ``to``, and yield what that is, if this process is not there.
 
+        Errors are those of `go_to`.
+        """
+        self.go_to(to)
+        assert self._mirror is not None, "it is there"
+        if seen := self._mirror.update():
+            yield seen
+
+    def go_to(self, number: int) -> Version:
+        """Let the mirror be the version with a number, and return that.
+
         Raises
         ------
         VersionError
@@ -64,8 +74,8 @@ class HostSubscriber:
             hour.
         """
         until = time.monotonic() + _PATIENCE
-        wanted = read_index(self._store).numbered(to)
-        while self._newest() != wanted:
+        wanted = read_index(self._store).numbered(number)
+        while not self.is_at(wanted):
             if self._follower is None:
                 with suppress(BlockingIOError):
                     self._follower = Follower(self._store, self._place, wait=False)
@@ -78,13 +88,15 @@ class HostSubscriber:
                 time.sleep(_PAUSE)
                 continue
             try:
-                self._follower.update(to)
+                self._follower.update(number)
             except BaseException:
                 self.close()
                 raise
-        assert self._mirror is not None, "it is there"
-        if seen := self._mirror.update():
-            yield seen
+        return wanted
+
+    def is_at(self, version: Version) -> bool:
+        """Tell whether the mirror is a version, as after a load of all that took some time."""
+        return self._newest() == version
 
     def close(self) -> None:
         """Let another process follow."""

@@ -24,7 +24,7 @@ def needs(package: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as missing:
         raise MissingDependencyError(
-            f"sparcel.integrations.{package} needs {package}: pip install {package}",
+            f"sparcel.integrations.{package} needs {package}: install it as its project says",
             name=missing.name,
         ) from missing
 

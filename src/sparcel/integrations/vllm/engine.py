@@ -174,6 +174,9 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
             loaded = self.model.load_weights(iter(mirror.tensors.items()))
         finally:  # half of a load would count in the next one
             finalize_layerwise_reload(self.model, self.model_config)
+        version = mirror.version
+        if version and isinstance(mirror, HostSubscriber) and not mirror.is_at(version):
+            raise InputError("the mirror went to another version meanwhile: a server needs its own")
         if loaded is not None and not loaded:
             raise InputError(
                 f"vLLM's model has none of the tensors that were published: {few(mirror.tensors)}"
