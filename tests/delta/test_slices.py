@@ -116,7 +116,7 @@ class Case:
             stack.enter_context(chunks_of(self.chunk_bytes))
             for where in ("files", "slicing"):
                 stack.enter_context(patch(f"sparcel.delta.{where}.CHUNK_BYTES", self.chunk_bytes))
-            stack.enter_context(patch("sparcel.delta.files._NEAR", 100))
+            stack.enter_context(patch("sparcel.stores.ranged._NEAR", 100))
             stack.enter_context(patch.object(Ranged, "_HEAD", 100))
             yield
 

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from sparcel.delta.bits import bits_of
 from sparcel.delta.change import Change
 from sparcel.delta.chunk import Chunk, Version, read_chunk
-from sparcel.delta.decoding import FETCH, Found, found_in, new_tensors
+from sparcel.delta.decoding import FETCH, found_in, new_tensors
+from sparcel.delta.found import Found
 from sparcel.delta.parts import Part, Weights, memory_of, owners, parts_of, tensors_of
 from sparcel.delta.threads import in_pool, in_threads
 from sparcel.delta.writable import check_writable

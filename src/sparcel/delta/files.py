@@ -26,15 +26,12 @@ from sparcel.delta.pieces import CHUNK_BYTES, MOST_DIMS, Piece, whole_piece
 from sparcel.delta.threads import in_pool, in_threads
 from sparcel.errors import FormatError, InputError, few, shown
 from sparcel.stores import Ranged
+from sparcel.stores.ranged import near
 from sparcel.training.names import model_names
 
 _NAMES = {layout.dtype: layout.safetensors for layout in LAYOUTS.values() if layout.safetensors}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _MOST_HEADER = 100_000_000
-_NEAR = 1 << 16
-"""Bytes that are read with what is before and after them, rather than asking once more."""
-_MOST_READ = 32 << 20
-"""Most bytes that are read at once for several chunks."""
 _READS = 8
 """How many reads of a file are on the way at a time."""
 NOTHING_TO_PUBLISH = "there are no tensors to publish; did a filter leave all names out?"
@@ -80,8 +77,8 @@ def delta_file(
     if not sizes:
         chunks = list(chunks)
         sizes = [len(one) for one in chunks]
-    keys = [Listed.of(i, chunk.pieces).key for i, chunk in enumerate(listed)]
-    keys = keys or [Listed.of(i, ()).key for i in range(len(sizes))]
+    pieces = [chunk.pieces for chunk in listed] or [()] * len(sizes)
+    keys = [Listed.of(number, some).key for number, some in enumerate(pieces)]
     names = {key: ("U8", [size], size) for key, size in zip(keys, sizes, strict=True)}
     told = {"kind": "delta", **_told("base", base), **_told("version", version)}
     yield _header(names, told, bool(listed))
@@ -174,7 +171,7 @@ class File:
 
     def some(self, listed: Iterable[Listed]) -> Iterator[memoryview]:
         """Yield chunks in order; those near one another are read at once, some reads ahead."""
-        runs = list(_runs(self._span(one.key) for one in listed))
+        runs = list(near(self._span(one.key) for one in listed))
         jobs = (partial(self._read, run[0][0], run[-1][1]) for run in runs)
         for run, data in zip(runs, in_pool(jobs, _READS), strict=True):
             first = run[0][0]
@@ -256,18 +253,6 @@ class File:
     def _span(self, name: str) -> tuple[int, int]:
         begin, end = self._tensors[name]["data_offsets"]
         return self._begin + begin, self._begin + end
-
-
-def _runs(spans: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """Yield spans that are read at once, because little is between them."""
-    run: list[tuple[int, int]] = []
-    for begin, end in spans:
-        if run and not (0 <= begin - run[-1][1] <= _NEAR and end - run[0][0] <= _MOST_READ):
-            yield run
-            run = []
-        run.append((begin, end))
-    if run:
-        yield run
 
 
 def _check(told: dict[str, Any]) -> None:

@@ -19,11 +19,11 @@ from sparcel.delta.files import File
 from sparcel.delta.index import Entry
 from sparcel.delta.making import version_of
 from sparcel.delta.parts import parts_of, tensors_of, untied
-from sparcel.delta.reading import files_in_part, read_ahead
+from sparcel.delta.reading import files_of, read_ahead
 from sparcel.delta.slices import Only, Sliced, checked_only
 from sparcel.delta.slicing import chunks_of, prepare_slices, sliced_of
 from sparcel.errors import FormatError, InputError, shown
-from sparcel.stores import Store
+from sparcel.stores import Store, ranged
 
 _SPARE = 1 << 20
 """Bytes of a file beside what follows from the weights."""
@@ -68,7 +68,7 @@ class Kept:
         """Yield each entry, and what returns its files, of which up to ``ahead`` are read ahead."""
         if self._only is None:
             return read_ahead(store, way, ahead, self._most_bytes())
-        return ((entry, partial(files_in_part, store, entry)) for entry in way)
+        return ((one, partial(files_of, store, one, one.bytes, ranged)) for one in way)
 
     def _most_bytes(self) -> int:
         """Return how long the files of a step can be: not much longer than what they have to fit.
@@ -148,10 +148,12 @@ class Kept:
     def follow(self, inverse: Inverse | None, undone: bool = False) -> None:
         """Note that a delta, which has an inverse, or a whole model was written, or undone."""
         self._moved = True
-        if self._only is not None:
-            new = version_of(tensors_of(self.target)).sum if inverse is None else self._sum
-            change = 0 if inverse is None else inverse.sum
-            self._sum = (new - change if undone else new + change) % (1 << 64)
+        if self._only is None:
+            return
+        if inverse is None:
+            self._sum = version_of(tensors_of(self.target)).sum
+        else:
+            self._sum = (self._sum + (-inverse.sum if undone else inverse.sum)) % (1 << 64)
 
     def expected(self, version: Version) -> Version:
         """Return the version that `version_of` makes of the weights, if they are this one."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from sparcel.delta.applying import whole_changes
 from sparcel.delta.bits import bits_of
 from sparcel.delta.change import Change
 from sparcel.delta.chunk import Version
@@ -52,9 +53,8 @@ class Seen:
         if self._changes is not None:
             yield from self._changes
             return
-        for name, owner in self._mirror._owners.items():
-            tied = None if name == owner else owner
-            yield Change.whole(name, self._mirror.tensors[name], tied)
+        now = self._mirror.tensors
+        yield from whole_changes(now, now)
         self._mirror._check(self)
 
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from sparcel.delta.files import File
 from sparcel.delta.index import Entry
-from sparcel.stores import DoubtedStore, Store, ranged, read_at_most
+from sparcel.stores import DoubtedStore, Ranged, Store, read_at_most
 
 
 def read_ahead(
@@ -21,7 +21,7 @@ def read_ahead(
     that are not asked for any more end by themselves.
     """
     if min(ahead, len(way)) == 1 or not isinstance(store, DoubtedStore):
-        yield from ((entry, partial(_files_of, store, entry, most)) for entry in way)
+        yield from ((entry, partial(files_of, store, entry, most, read_at_most)) for entry in way)
         return
     pool, left, size = ThreadPoolExecutor(ahead), deque(way), 0
     reading: deque[tuple[Entry, Future[list[File]]]] = deque()
@@ -30,7 +30,7 @@ def read_ahead(
             while left and len(reading) < ahead and (not size or size + left[0].bytes <= most):
                 entry = left.popleft()
                 size += entry.bytes
-                reading.append((entry, pool.submit(_files_of, store, entry, most)))
+                reading.append((entry, pool.submit(files_of, store, entry, most, read_at_most)))
             entry, files = reading.popleft()
             yield entry, files.result
             size -= entry.bytes
@@ -38,21 +38,16 @@ def read_ahead(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def files_in_part(store: Store, entry: Entry) -> list[File]:
-    """Return the files of a delta or a whole model, which are read where they are looked at."""
-    files, left = [], entry.bytes
-    for name in entry.names:
-        data = ranged(store, name, left)
-        files.append(File(data, name))
-        left -= len(data)
-    return files
-
-
-def _files_of(store: Store, entry: Entry, most: int) -> list[File]:
-    """Return the files of a delta or a whole model."""
+def files_of(
+    store: Store,
+    entry: Entry,
+    most: int,
+    read: Callable[[Store, str, int], memoryview | Ranged],
+) -> list[File]:
+    """Return the files of a delta or a whole model, read by `read_at_most` or as `ranged`."""
     files, left = [], min(entry.bytes, most)
     for name in entry.names:
-        data = read_at_most(store, name, left)
+        data = read(store, name, left)
         files.append(File(data, name))
         left -= len(data)
     return files

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from sparcel.delta.applying import Prepared, check_together
 from sparcel.delta.chunk import Chunk, Version, read_chunk
-from sparcel.delta.decoding import Found, found_in, looked_up, told_of
+from sparcel.delta.decoding import found_in, looked_up, told_of
 from sparcel.delta.files import File
+from sparcel.delta.found import Found
 from sparcel.delta.making import sum_of_piece
 from sparcel.delta.parts import Part, owners, parts_of
 from sparcel.delta.pieces import CHUNK_BYTES, Piece
@@ -77,32 +78,35 @@ def _slice_of(file: File, name: str, only: Only, sums: list[int]) -> tuple[Piece
 def _of_chunks(files: list[File], only: Only, version: Version) -> tuple[Sliced, dict[str, str]]:
     """Put slices together from the chunks of several processes; return the version's ties, too."""
     read, seen = Sliced({}, only), list[Chunk]()
-    put: dict[str, list[Tensor]] = {}
+    there: dict[str, Tensor] = {}
     for file in files:
         for chunk in chunks_of(file, only, Version(0, 0), version):
             seen.append(replace(chunk, streams=b""))
             if any(piece.name in only for piece in chunk.pieces):
                 for piece, _, bits in found_in(chunk, None).pieces():
                     if piece.name in only:
-                        put.setdefault(piece.name, []).append(_put(read, piece, bits))
+                        _put(read, there, piece, bits)
     check_together(seen, some=True)
-    for name, places in put.items():
-        if not torch.equal(torch.cat(places).sort().values, torch.arange(read[name].numel())):
-            raise FormatError(f"{shown(name)} is there in part only, or in part twice")
+    for name, found in there.items():
+        if not bool(found.all()):
+            raise FormatError(f"{shown(name)} is there in part only")
     return read, {alias: name for chunk in seen for alias, name in chunk.ties.items()}
 
 
-def _put(read: Sliced, piece: Piece, bits: Tensor) -> Tensor:
-    """Write the bits of a piece that are of a slice, and return their places in it."""
+def _put(read: Sliced, there: dict[str, Tensor], piece: Piece, bits: Tensor) -> None:
+    """Write the bits of a piece that are of a slice, and note which elements are there."""
     name, shape = piece.name, piece.shape
     if name not in read:
         cut = Slice.of(read.only[name], name, shape)
         read[name] = torch.empty(cut.lengths, dtype=piece.dtype)
         read.pieces[name] = cut.piece(name, piece.dtype, shape)
+        there[name] = torch.zeros(read[name].numel(), dtype=torch.bool)
     part = Part(read.pieces[name], read[name])
     here, places = part.places_of(piece.numbers())
+    if bool(there[name][places].any()):
+        raise FormatError(f"{shown(name)} is there in part twice")
+    there[name][places] = True
     part.put(places, bits[here])
-    return places
 
 
 def chunks_of(file: File, only: Only, base: Version, version: Version) -> Iterator[Chunk]:

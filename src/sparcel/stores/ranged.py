@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from threading import Lock
+
+_NEAR = 1 << 16
+"""Bytes that are read with what is before and after them, rather than asking once more."""
+_MOST_READ = 32 << 20
+"""Most bytes that are read at once for several spans."""
 
 
 class Ranged:
@@ -45,3 +50,15 @@ class Ranged:
             self.bytes += end - first
         rest = self._read(first, end)
         return memoryview(bytearray().join([known, rest])) if known else rest
+
+
+def near(spans: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Yield spans of a file that are best read at once, because little is between them."""
+    run: list[tuple[int, int]] = []
+    for begin, end in spans:
+        if run and not (0 <= begin - run[-1][1] <= _NEAR and end - run[0][0] <= _MOST_READ):
+            yield run
+            run = []
+        run.append((begin, end))
+    if run:
+        yield run

@@ -176,7 +176,10 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
             finalize_layerwise_reload(self.model, self.model_config)
         version = mirror.version
         if version and isinstance(mirror, HostSubscriber) and not mirror.is_at(version):
-            raise InputError("the mirror went to another version meanwhile: a server needs its own")
+            raise InputError(
+                "the mirror went to another version meanwhile; serve a version to all servers that"
+                " share it before the next one"
+            )
         if loaded is not None and not loaded:
             raise InputError(
                 f"vLLM's model has none of the tensors that were published: {few(mirror.tensors)}"
