@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import random
+import shutil
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import patch
@@ -15,6 +18,7 @@ import torch
 from safetensors import safe_open
 
 from sparcel.delta import (
+    Folder,
     Follower,
     HostSubscriber,
     Mirror,
@@ -30,7 +34,7 @@ from sparcel.errors import FormatError, InputError, VersionError
 from tests.delta.histories import history
 from tests.delta.pairs import Model, copied, same
 
-PLACE = "mirror"
+PLACE, PAGE = "mirror", "mirror.page"
 
 
 class Worker:
@@ -108,7 +112,7 @@ def test_a_worker_that_is_far_behind_is_told_all(tmp_path: Path) -> None:
     assert seen.base is None
     assert same(worker.weights, models[-1])
     files = {path.name.partition("-")[0] for path in (tmp_path / PLACE).iterdir()}
-    assert files == {"state", "model.safetensors", "changes", ".lock"}
+    assert files == {PAGE, "model.safetensors", "changes", ".lock"}
 
 
 def test_tensors_that_come_go_and_are_tied(tmp_path: Path) -> None:
@@ -252,11 +256,72 @@ def test_files_of_a_mirror_that_vanish(tmp_path: Path) -> None:
 def test_what_is_no_mirror(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"there is no mirror in .*; start a Follower"):
         Mirror(tmp_path / "nothing")
-    (tmp_path / "state").write_bytes(bytes(128))
+    (tmp_path / PAGE).write_bytes(bytes(128))
     with pytest.raises(FormatError, match="no page of a mirror"):
         Mirror(tmp_path)
-    with pytest.raises(FormatError, match="no page of a mirror"):
-        Follower(tmp_path / "store", tmp_path)
+    Publisher(tmp_path / "store").publish({"w": torch.ones(3)})
+    assert Follower(tmp_path / "store", tmp_path).update() is not None
+    Worker(tmp_path).load()
+    with pytest.raises(InputError, match=r"store is a store; keep the mirror in a folder of its"):
+        Follower(tmp_path / "store", tmp_path / "store")
+
+
+def test_what_a_follower_cannot_do_leaves_the_mirror(tmp_path: Path) -> None:
+    models = history(3)
+    publisher, follower, worker = begun(tmp_path, models[0])
+    first = follower.version
+    with (
+        patch.object(follower, "_write", side_effect=AssertionError),
+        pytest.raises(VersionError, match="there is no version 9"),
+    ):
+        follower.update(9)
+    index = tmp_path / "store" / "index.json"
+    kept = index.read_bytes()
+    index.unlink()
+    with pytest.raises(VersionError, match="its index has vanished"):
+        follower.update()
+    index.write_bytes(kept)
+    assert follower.version == first
+    version = publisher.publish(models[1])
+    write = Folder.write
+
+    def full(folder: Folder, name: str, parts: Iterable[bytes | memoryview]) -> int:
+        if name.startswith("changes"):
+            raise OSError(errno.ENOSPC, "no space")
+        return write(folder, name, parts)
+
+    with patch.object(Folder, "write", full):
+        assert follower.update() == version
+    seen = worker.load()
+    assert seen is not None
+    assert seen.base is None
+    assert same(worker.weights, models[1])
+    follower.close()
+    with pytest.raises(InputError, match="this follower is closed"):
+        follower.update()
+    follower.reopen()
+    assert follower.update() is None
+    publisher.publish(models[2])
+    with patch.object(follower, "_begin", side_effect=AssertionError):
+        follower.update()
+    seen = worker.load()
+    assert seen is not None
+    assert seen.base == version
+
+
+def test_what_changes_as_a_whole_is_not_noted(tmp_path: Path) -> None:
+    """Places would be longer than the weights, which readers are told whole."""
+    model: Model = {"w": torch.zeros(1 << 12, dtype=torch.bfloat16)}
+    publisher, follower, worker = begun(tmp_path, model)
+    for number in range(3):
+        model = {"w": torch.full((1 << 12,), number + 1.0, dtype=torch.bfloat16)}
+        publisher.publish(model)
+        follower.update()
+        seen = worker.load()
+        assert seen is not None
+        assert seen.base is None
+        assert same(worker.weights, model)
+        assert not list((tmp_path / PLACE).glob("changes-*"))
 
 
 def test_a_mirror_is_a_checkpoint(tmp_path: Path) -> None:
@@ -272,8 +337,8 @@ def test_a_mirror_is_a_checkpoint(tmp_path: Path) -> None:
     assert {file.name for file in place.iterdir()} == {
         ".lock",
         "config.json",
+        PAGE,
         "model.safetensors",
-        "state",
     }
     with safe_open(place / "model.safetensors", "pt") as file:
         assert torch.equal(file.get_tensor("w"), torch.ones(3))
@@ -298,30 +363,51 @@ def test_processes_of_a_host_go_together(tmp_path: Path) -> None:
             told = list(pool.map(load, several, [number] * 3))
             assert told == [[number == 0]] * 3
             assert list(pool.map(load, several, [number] * 3)) == [[]] * 3
-            (leader,) = [each for each in several if each._follower is not None]
             if number % 2:
-                leader.close()
+                several[number % 3] = HostSubscriber(tmp_path / "store", tmp_path / PLACE)
+                assert load(several[number % 3], number) == [True]
         asked = [pool.submit(load, each, 9) for each in several]
         for each in asked:
             with pytest.raises(VersionError, match="there is no version 9"):
                 each.result(60)
         assert list(pool.map(load, several, [4] * 3)) == [[]] * 3
-        for each in several:
-            each.close()
         other = Publisher(tmp_path / "other run")
         for _ in models:
             other.publish({"w": torch.ones(3)})
         stranger = HostSubscriber(tmp_path / "other run", tmp_path / PLACE)
         assert [seen.version for seen in stranger.updates(4)] == [other.version]
-        stranger.close()
         assert list(pool.map(load, several, [4] * 3)) == [[]] * 3
-        (leader,) = [each for each in several if each._follower is not None]
-        list(leader.updates(3))
-        with (
-            patch.object(host, "_PATIENCE", 0.01),
-            pytest.raises(VersionError, match=r"is at version 3 .*, and did not go to 4"),
-        ):
-            list(next(each for each in several if each is not leader).updates(4))
+    assert load(several[0], 3) == [True]
+    with (
+        Folder(tmp_path / PLACE).alone(),
+        patch.object(host, "_PATIENCE", 0.01),
+        pytest.raises(VersionError, match=r"is at version 3 .*, and did not go to 4"),
+    ):
+        list(several[1].updates(4))
+    shutil.rmtree(tmp_path / PLACE)
+    for number in (4, 3):
+        assert [load(each, number) for each in several] == [[True]] * 3
+
+
+@pytest.mark.parametrize("damage", ["a weight", "weights", "page", "all of the page"])
+def test_a_mirror_that_a_crash_has_torn(tmp_path: Path, damage: str) -> None:
+    models = history(1)
+    begun(tmp_path, models[0])[1].close()
+    file = tmp_path / PLACE / (PAGE if "page" in damage else "model.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    if damage == "a weight":
+        file.write_bytes(data)
+    elif damage == "page":
+        file.write_bytes(bytes(len(data)))
+    elif damage == "weights":
+        file.unlink()
+    else:
+        file.write_bytes(b"")
+    for _ in range(2):
+        worker = HostSubscriber(tmp_path / "store", tmp_path / PLACE)
+        assert [seen.base for seen in worker.updates(0)] == [None]
+        assert same(worker.tensors, models[0])
 
 
 # ---- kills

@@ -287,7 +287,7 @@ def test_weights_that_change_while_they_are_loaded_are_told(
             page.tell(history[2][0], page.told()[1])
 
     monkeypatch.setattr(Half, "load_weights", load_late)
-    with pytest.raises(CommunicationError, match=r"400 .*went to another version while 1 "):
+    with pytest.raises(CommunicationError, match=r"400 .*went to another version while version 1 "):
         server.serve(history[1][0])
     assert engine.paused
 

@@ -48,11 +48,14 @@ class Prepared:
         The version that it makes.
     tensors
         The tensors that it makes.
+    changed
+        How many elements change; all of those that are sent whole.
     """
 
     base: Version
     version: Version
     tensors: Mapping[str, Tensor] = field(repr=False)
+    changed: int
     _target: Target = field(repr=False)
     _parts: Mapping[str, Part] = field(repr=False)
     _found: list[Found] = field(repr=False)
@@ -61,7 +64,6 @@ class Prepared:
     _ties: Mapping[str, str] = field(repr=False)
     _copies: Mapping[str, str] = field(repr=False)
     """Names of tensors that the version ties to others, but that the module keeps as copies."""
-    _changed: int = field(repr=False)
     _kept: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _state: str = field(default="prepared", repr=False)
 
@@ -84,7 +86,7 @@ class Prepared:
     def apply(self) -> Inverse:
         """Write it, once; the weights must be what and where they were when it was prepared."""
         self._exchange("prepared", "written", self._gone, self._added)
-        return Inverse(self.base, self.version, self._changed, self)
+        return Inverse(self.base, self.version, self.changed, self)
 
     def _exchange(
         self, before: str, after: str, gone: Mapping[str, Tensor], added: Mapping[str, Tensor]
@@ -307,6 +309,7 @@ def prepare(target: Target, chunks: Chunks, since: Version | None = None) -> Pre
         base,
         version,
         after,
+        sum(chunk.changed for chunk in read),
         target if module else tensors,
         parts,
         [one for one in found if one.chunk.code != "removed" and not one.chunk.new],
@@ -314,7 +317,6 @@ def prepare(target: Target, chunks: Chunks, since: Version | None = None) -> Pre
         _added={name: one for name, one in after.items() if tensors.get(name) is not one},
         _ties={alias: name for alias, name in ties.items() if alias in after},
         _copies=copies,
-        _changed=sum(chunk.changed for chunk in read),
     )
 
 

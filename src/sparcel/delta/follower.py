@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, MutableMapping
+from contextlib import ExitStack, suppress
 
 import torch
 from torch import Tensor
 
+from sparcel._files import real
 from sparcel.delta.applying import Prepared
 from sparcel.delta.chunk import Version
 from sparcel.delta.files import anchor_file
@@ -24,11 +25,13 @@ from sparcel.delta.mirror_files import (
     mapped_tensors,
 )
 from sparcel.delta.subscriber import AHEAD, Ready, Subscriber
-from sparcel.errors import FormatError, VersionError
-from sparcel.stores import Folder, Store
+from sparcel.errors import FormatError, InputError, VersionError
+from sparcel.stores import Folder, Store, store_at
 
 _KEPT = 4
 """Versions of which the places of changes are kept, for readers that are behind."""
+_PLACE_BYTES = 4
+"""Of most places."""
 
 
 class Follower:
@@ -36,9 +39,9 @@ class Follower:
 
     The weights of the mirror are never between two versions where readers see them: they wait while
     a version is written, and for a new follower if this one dies meanwhile. A follower that starts
-    goes on with a mirror that is whole, and else makes it anew. The folder is that of a checkpoint:
-    its weights are in ``model.safetensors``, and other files, such as a configuration, may lie
-    beside them.
+    goes on with a mirror that is whole, which it checks, and else makes it anew. The folder is that
+    of a checkpoint: its weights are in ``model.safetensors``, and other files, such as a
+    configuration, may lie beside them.
 
     Parameters
     ----------
@@ -53,12 +56,12 @@ class Follower:
     Attributes
     ----------
     version
-        What the mirror is, or None.
+        What the mirror is, as this follower has left it, or None.
 
     Raises
     ------
     InputError
-        If another process still follows after a minute.
+        If another process still follows after a minute; or if the mirror's folder is the store.
     BlockingIOError
         If another one follows, and this is not to wait.
     """
@@ -71,90 +74,143 @@ class Follower:
         wait: bool = True,
     ) -> None:
         self.version: Version | None = None
-        self._store, self._folder = store, Folder(place)
+        self._store, self._folder = store_at(store), Folder(place)
+        if isinstance(self._store, Folder) and self._store.path.resolve() == real(
+            self._folder.path
+        ):
+            raise InputError(f"{self._folder} is a store; keep the mirror in a folder of its own")
         self._folder.lasting = False
         self._held = ExitStack()
-        self._held.enter_context(self._folder.alone(wait=wait))
+        self._page: Page | None = None
         self._subscriber: Subscriber | None = None
+        self._file, self._is_closed = 0, True
+        self.reopen(wait=wait)
+
+    def reopen(self, *, wait: bool = True) -> None:
+        """Follow again after `close`, with what others have made of the mirror meanwhile.
+
+        Errors are those of the constructor.
+        """
+        self._held.enter_context(self._folder.alone(wait=wait))
+        self._is_closed = False
         try:
-            if PAGE not in self._folder.names():
-                self._folder.write(PAGE, [Page.blank()])
-            self._page = Page(self._folder.path / PAGE, writes=True)
-            self._go_on()
+            if self._page is None or not self._page.is_there:
+                self._page, self._subscriber = self._open(), None
+            self._go_on(self._page)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Let another process follow; the mirror stays."""
+        self._is_closed = True
         self._held.close()
 
     def update(self, to: int | None = None) -> Version | None:
         """Go to the newest version, or to the one with the number ``to``.
 
-        Returns the version, or None if nothing had to be done. Errors are those of
-        `Subscriber.update`.
+        Returns the version, or None if nothing had to be done. If this raises, the mirror is the
+        version that it was, or one on the way, or is written as a whole by the next update.
+
+        Raises
+        ------
+        VersionError
+            As from `Subscriber.update`.
+        InputError
+            If this follower is closed.
         """
-        before = self.version
-        if self._subscriber is None:
-            self._begin(to)
+        if self._page is None or self._is_closed:
+            raise InputError("this follower is closed; reopen() it")
+        before, subscriber = self.version, self._subscriber
+        if subscriber is None:
+            self._begin(self._page, to)
         else:
             try:
-                for ready in self._subscriber._steps(to, AHEAD):
-                    self._write(self._subscriber, ready)
+                for ready in subscriber._steps(to, AHEAD):
+                    self._write(self._page, subscriber, ready)
             except VersionError:  # its tensors are others, or no delta leads there
-                self._begin(to)
+                if not self._begin(self._page, to):
+                    raise
         return self.version if self.version != before else None
 
-    def _go_on(self) -> None:
-        """Take the mirror as it is, if it is whole."""
-        version, file = self._page.told()
-        if self._page.sequence % 2 or not file:
-            return
+    def _open(self) -> Page:
+        """Return the mirror's page, which is made if it is not there, or was torn by a crash."""
+        path = self._folder.path / PAGE
         try:
-            tensors = mapped_tensors(self._folder.path / WEIGHTS, writes=True)
-        except (FormatError, OSError):
-            return
-        if version_of(tensors, version.number) == version:
-            self._keep(version, tensors)
+            return Page(path, writes=True)
+        except (FileNotFoundError, FormatError):
+            self._folder.write(PAGE, [Page.blank()])
+            return Page(path, writes=True)
 
-    def _begin(self, to: int | None) -> None:
-        """Make the mirror anew, in another file: readers may still have the old one."""
-        self._subscriber = self.version = None
+    def _go_on(self, page: Page) -> None:
+        """Take the mirror as it is, if it is whole; of another run, its tensors are written to.
+
+        What this process has read once is not read again: a follower that fails leaves a page which
+        says that the weights are being written.
+        """
+        told, file = page.told()
+        is_whole = page.sequence % 2 == 0
+        if self._subscriber is None or file != self._file:
+            self.version = self._subscriber = None
+            if not file:
+                return
+            try:
+                tensors = mapped_tensors(self._folder.path / WEIGHTS, writes=True)
+            except (FormatError, OSError):
+                return
+            is_whole = is_whole and version_of(tensors, told.number) == told
+            self._keep(told if is_whole else None, tensors, file)
+        elif self.version != told or not is_whole:
+            self._keep(told if is_whole else None, self._subscriber.tensors, file)
+
+    def _begin(self, page: Page, to: int | None) -> bool:
+        """Make the mirror anew, in another file: readers may still have the old one.
+
+        Returns False if there are no versions.
+        """
         reader = Subscriber(self._store)
         reader.update(to)
-        version = reader.version
+        version, file = reader.version, page.told()[1] + 1
         if version is None:
-            return
+            return False
         self._folder.write(COMING, anchor_file(reader.tensors, version))
         weights = self._folder.path / WEIGHTS
-        with self._page.writing():
+        self._subscriber = self.version = None  # until all is written
+        with page.writing():
             os.replace(self._folder.path / COMING, weights)
-            self._page.tell(version, self._page.told()[1] + 1)
-        self._keep(version, mapped_tensors(weights, writes=True))
+            page.tell(version, file)
+        self._keep(version, mapped_tensors(weights, writes=True), file)
         for other in filter(is_passing, self._folder.names()):
             self._folder.remove(other)
+        return True
 
-    def _keep(self, version: Version, tensors: dict[str, Tensor]) -> None:
-        self._subscriber = Subscriber(self._store, tensors)
+    def _keep(
+        self, version: Version | None, tensors: MutableMapping[str, Tensor], file: int
+    ) -> None:
+        self._subscriber, self._file = Subscriber(self._store, tensors), file
         self._subscriber.version = self.version = version
 
-    def _write(self, subscriber: Subscriber, ready: Ready) -> None:
+    def _write(self, page: Page, subscriber: Subscriber, ready: Ready) -> None:
         """Write a version, and before it where it differs from the one before."""
-        base, step = self.version, ready._step
+        self._write_places(ready)
         self._subscriber = None  # until all is written
-        if base is not None and isinstance(step, Prepared):
-            self._folder.write(changes_name(base, ready.version), _places_file(step))
-        with self._page.writing():
+        with page.writing():
             ready.apply()
-            self._page.tell(ready.version, self._page.told()[1])
+            page.tell(ready.version, self._file)
         self._subscriber, self.version = subscriber, ready.version
-        reached = {
-            name: versions[1].number
-            for name in self._folder.names()
-            if (versions := changes_of(name))
-        }
-        for name in sorted(reached, key=reached.__getitem__)[:-_KEPT]:
+
+    def _write_places(self, ready: Ready) -> None:
+        """Write where a version changes, if that is short; else readers are told all of it."""
+        step = ready._step
+        there = {name: told[1] for name in self._folder.names() if (told := changes_of(name))}
+        useless = sorted(there, key=lambda name: there[name].number)
+        if self.version is not None and isinstance(step, Prepared):
+            weights = sum(tensor.nbytes for tensor in step.tensors.values())
+            if step.changed * _PLACE_BYTES <= weights // 2:
+                with suppress(OSError):  # there is no room for it
+                    self._folder.write(changes_name(step.base, step.version), _places_file(step))
+                    useless = useless[: -(_KEPT - 1)]
+        for name in useless:
             self._folder.remove(name)
 
 

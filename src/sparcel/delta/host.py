@@ -13,8 +13,8 @@ from sparcel.delta.chunk import Version
 from sparcel.delta.follower import Follower
 from sparcel.delta.index import read_index
 from sparcel.delta.mirror import Mirror, Seen
-from sparcel.errors import InputError, VersionError
-from sparcel.stores import Store
+from sparcel.errors import FormatError, InputError, VersionError
+from sparcel.stores import Store, store_at
 
 _PAUSE = 2e-3
 """Seconds between two looks at the mirror."""
@@ -25,9 +25,10 @@ _PATIENCE = 1800.0
 class HostSubscriber:
     """A subscriber for processes of a host that go to the same versions, as an engine's workers do.
 
-    They share a mirror. The first one that asks for a version follows the store, and the others
-    wait for it; if it ends or fails, another one takes its place. None may ask for another version
-    before all have read the one before. What another run has left in the mirror is replaced.
+    They share a mirror. Of those that ask for a version, one follows the store, and the others wait
+    for it; if it ends or fails, another one takes its place. None may ask for another version
+    before all have read the one before. What another run, or a crash, has left in the mirror is
+    replaced: each process reads all weights once, and compares their sum.
 
     Parameters
     ----------
@@ -40,9 +41,10 @@ class HostSubscriber:
     def __init__(
         self, store: Store | str | os.PathLike[str], place: str | os.PathLike[str]
     ) -> None:
-        self._store, self._place = store, place
+        self._store, self._place = store_at(store), place
         self._follower: Follower | None = None
         self._mirror: Mirror | None = None
+        self._is_sound = False
 
     @property
     def version(self) -> Version | None:
@@ -70,41 +72,60 @@ class HostSubscriber:
         Raises
         ------
         VersionError
-            As `Subscriber.update`; or if another process follows, and does not go there in half an
+            As `Subscriber.update`; or if other processes follow, and do not go there in half an
             hour.
         """
         until = time.monotonic() + _PATIENCE
         wanted = read_index(self._store).numbered(number)
-        while not self.is_at(wanted):
-            if self._follower is None:
-                with suppress(BlockingIOError):
-                    self._follower = Follower(self._store, self._place, wait=False)
-            if self._follower is None:
-                if time.monotonic() > until:
-                    raise VersionError(
-                        f"{self._place} is at version {self._newest()}, and did not go to {wanted}"
-                        f" in {_PATIENCE:g} seconds: all processes that share it must go there"
-                    )
+        while not (self.is_at(wanted) and self._checked()):
+            if time.monotonic() > until:
+                raise VersionError(
+                    f"{self._place} is at version {self._newest()}, and did not go to {wanted} in"
+                    f" {_PATIENCE:g} seconds: all processes that share it must go there"
+                )
+            if self._follow(wanted):
+                wanted = read_index(self._store).numbered(number)
+            else:
                 time.sleep(_PAUSE)
-                continue
-            try:
-                self._follower.update(number)
-            except BaseException:
-                self.close()
-                raise
         return wanted
 
     def is_at(self, version: Version) -> bool:
         """Tell whether the mirror is a version, as after a load of all that took some time."""
         return self._newest() == version
 
-    def close(self) -> None:
-        """Let another process follow."""
-        if self._follower is not None:
+    def check_at(self, version: Version) -> None:
+        """Raise VersionError if the mirror has left a version, of which all was just loaded."""
+        if not self.is_at(version):
+            raise VersionError(
+                f"{self._place} went to another version while version {version} was loaded; serve a"
+                " version to all servers that share it before the next one"
+            )
+
+    def _follow(self, wanted: Version) -> bool:
+        """Go to a version, unless another process is following; return whether this one did."""
+        try:
+            if self._follower is None:
+                self._follower = Follower(self._store, self._place, wait=False)
+            else:
+                self._follower.reopen(wait=False)
+        except BlockingIOError:
+            return False
+        try:
+            if self._follower.version != wanted:
+                self._follower.update(wanted.number)
+        finally:
             self._follower.close()
-            self._follower = None
+        self._is_sound = True
+        return True
+
+    def _checked(self) -> bool:
+        """Tell whether this process has made the mirror, or read it, and found it sound."""
+        if not self._is_sound and self._mirror is not None:
+            self._is_sound = self._mirror.is_sound()
+        return self._is_sound
 
     def _newest(self) -> Version | None:
-        with suppress(InputError):  # nobody has made it yet
+        with suppress(InputError, FormatError):  # nobody has made it yet, or it is torn
             self._mirror = self._mirror or Mirror(self._place)
-        return None if self._mirror is None else self._mirror.newest()
+            return self._mirror.newest()
+        return None

@@ -14,9 +14,10 @@ from sparcel.delta.applying import whole_changes
 from sparcel.delta.bits import bits_of
 from sparcel.delta.change import Change
 from sparcel.delta.chunk import Version
+from sparcel.delta.making import version_of
 from sparcel.delta.mirror_files import PAGE, WEIGHTS, Page, changes_of, mapped_tensors
 from sparcel.delta.parts import owners, parts_of
-from sparcel.errors import InputError, VersionError
+from sparcel.errors import FormatError, InputError, VersionError
 from sparcel.stores import Folder
 
 _PATIENCE = 60.0
@@ -82,14 +83,8 @@ class Mirror:
     def __init__(self, place: str | os.PathLike[str]) -> None:
         self.version: Version | None = None
         self.tensors: Mapping[str, Tensor] = {}
-        self._folder, self._file = Folder(place), 0
-        self._owners: dict[str, str] = {}
-        try:
-            self._page = Page(self._folder.path / PAGE, writes=False)
-        except FileNotFoundError:
-            raise InputError(
-                f"there is no mirror in {self._folder}; start a Follower on this host first"
-            ) from None
+        self._folder = Folder(place)
+        self._page = self._opened()
 
     def update(self) -> Seen | None:
         """Find out what has changed since the last time; None if nothing has, or nothing is there.
@@ -101,21 +96,17 @@ class Mirror:
         ------
         VersionError
             If the weights are being written for a minute: their follower died, or is stopped.
+        InputError
+            If the mirror was removed.
         """
+        if not self._page.is_there:
+            self._page = self._opened()
         while True:
             sequence = self._whole()
             version, file = self._page.told()
-            if not file or version == self.version:
+            if sequence is None or version == self.version:
                 return None
-            if file != self._file:
-                try:
-                    self.tensors = mapped_tensors(self._folder.path / WEIGHTS, writes=False)
-                except FileNotFoundError:
-                    raise VersionError(
-                        f"{self._folder} lacks {WEIGHTS}, which it says it has; remove the folder,"
-                        " and start its follower again"
-                    ) from None
-                self._file, self._owners = file, owners(parts_of(self.tensors))
+            self._map(file)
             changes = self._changed(version)
             if self._page.sequence == sequence:
                 seen = Seen(
@@ -125,18 +116,70 @@ class Mirror:
                 return seen
 
     def newest(self) -> Version | None:
-        """Return the version that is there now; None if there is none, or it is being written."""
+        """Return the version that is there now; None if there is none, or it is being written.
+
+        Raises
+        ------
+        InputError
+            If the mirror was removed.
+        """
+        if not self._page.is_there:
+            self._page = self._opened()
         sequence = self._page.sequence
         version, file = self._page.told()
         is_whole = file and sequence % 2 == 0 and self._page.sequence == sequence
         return version if is_whole else None
 
-    def _whole(self) -> int:
-        """Wait until no version is being written, and return the sequence's number."""
+    def is_sound(self) -> bool:
+        """Read all weights, and tell whether they are the version that the mirror says.
+
+        Errors are those of `update`.
+        """
+        while True:
+            sequence = self._whole()
+            if sequence is None:
+                return False
+            version, file = self._page.told()
+            try:
+                self._map(file)
+                found = version_of(self.tensors, version.number)
+            except (FormatError, VersionError):
+                return False
+            if self._page.sequence == sequence:
+                return found == version
+
+    def _opened(self) -> Page:
+        """Begin with the mirror that is there now, and return its page."""
+        self.version, self.tensors = None, {}
+        self._file, self._owners = 0, dict[str, str]()
+        try:
+            return Page(self._folder.path / PAGE, writes=False)
+        except FileNotFoundError:
+            raise InputError(
+                f"there is no mirror in {self._folder}; start a Follower on this host first"
+            ) from None
+
+    def _map(self, file: int) -> None:
+        """Map the weights, if these are in another file by now."""
+        if file != self._file:
+            try:
+                self.tensors = mapped_tensors(self._folder.path / WEIGHTS, writes=False)
+            except FileNotFoundError:
+                raise VersionError(
+                    f"{self._folder} lacks {WEIGHTS}, which it says it has; remove the folder, and"
+                    " start its follower again"
+                ) from None
+            self._file, self._owners = file, owners(parts_of(self.tensors))
+
+    def _whole(self) -> int | None:
+        """Wait until no version is being written, and return the sequence's number.
+
+        Returns None if there never was a version.
+        """
         until = time.monotonic() + _PATIENCE
         while (sequence := self._page.sequence) % 2:
             if sequence == 1 and not self._page.told()[1]:
-                return sequence  # nothing was ever there
+                return None
             if time.monotonic() > until:
                 raise VersionError(
                     f"a version is being written to {self._folder} for {_PATIENCE:g} seconds; if"

@@ -8,6 +8,7 @@ being written (a sequence lock).
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from sparcel.delta.chunk import Version
 from sparcel.delta.files import File
 from sparcel.errors import FormatError
 
-PAGE, WEIGHTS, COMING = "state", "model.safetensors", "coming"
+PAGE, WEIGHTS, COMING = "mirror.page", "model.safetensors", "coming"
 _MAGIC = b"SPDmirr2"
 _WORDS = 8
 """Numbers on the page, of 64 bits each."""
@@ -34,6 +35,7 @@ class Page:
     """The page of a mirror, which one process writes and others read."""
 
     def __init__(self, path: Path, writes: bool) -> None:
+        self._path, self._found = path, os.stat(path, follow_symlinks=False)
         data = shared(path, writes=writes)
         if len(data) != len(self.blank()) or data[: len(_MAGIC)] != _MAGIC:
             raise FormatError(f"{path} is no page of a mirror")
@@ -44,6 +46,14 @@ class Page:
         """Return a page of which no version is told yet, as if it were being written."""
         words = np.array([1, *[0] * (_WORDS - 2)], np.uint64)
         return _MAGIC + words.tobytes()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the mirror still has this page, and no other one in its place."""
+        try:
+            return os.path.samestat(os.stat(self._path, follow_symlinks=False), self._found)
+        except FileNotFoundError:
+            return False
 
     @property
     def sequence(self) -> int:

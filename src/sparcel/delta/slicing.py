@@ -150,6 +150,7 @@ def prepare_slices(target: Sliced, chunks: list[Chunk], version: Version) -> Pre
         chunks[0].base,
         version,
         dict(target),
+        sum(one.chunk.changed for one in found),
         target,
         parts,
         found,
@@ -157,7 +158,6 @@ def prepare_slices(target: Sliced, chunks: list[Chunk], version: Version) -> Pre
         _added={},
         _ties={alias: name for alias, name in ties.items() if alias in parts},
         _copies={},
-        _changed=sum(one.chunk.changed for one in found),
     )
 
 

@@ -151,8 +151,8 @@ class _Worker:
 
         def load() -> Answer:
             answer = original(updater, place, "safetensors", *args, **settings)
-            if answer[0] and self._host is not None and not self._host.is_at(version):
-                return False, f"{place} went to another version while {version} was loaded"
+            if answer[0] and self._host is not None:
+                self._host.check_at(version)
             return answer
 
         answer = _together(go_to)
@@ -160,8 +160,6 @@ class _Worker:
 
     def _go_to(self, version: Version, store: str, place: str) -> None:
         if self._host is None or self._places != (store, place):
-            if self._host is not None:
-                self._host.close()
             self._host, self._places = HostSubscriber(store, place), (store, place)
         found = self._host.go_to(version.number)
         if found != version:

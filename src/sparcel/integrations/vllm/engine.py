@@ -109,9 +109,7 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
         """Do nothing."""
 
     def shutdown(self) -> None:
-        """Forget the mirror, and let other workers of the host keep it."""
-        if isinstance(self._mirror, HostSubscriber):
-            self._mirror.close()
+        """Forget the mirror."""
         self._mirror = self._loaded = None
 
     @staticmethod
@@ -174,12 +172,8 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
             loaded = self.model.load_weights(iter(mirror.tensors.items()))
         finally:  # half of a load would count in the next one
             finalize_layerwise_reload(self.model, self.model_config)
-        version = mirror.version
-        if version and isinstance(mirror, HostSubscriber) and not mirror.is_at(version):
-            raise InputError(
-                "the mirror went to another version meanwhile; serve a version to all servers that"
-                " share it before the next one"
-            )
+        if mirror.version and isinstance(mirror, HostSubscriber):
+            mirror.check_at(mirror.version)
         if loaded is not None and not loaded:
             raise InputError(
                 f"vLLM's model has none of the tensors that were published: {few(mirror.tensors)}"
