@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -477,7 +478,11 @@ def test_verify_finds_sound_files_that_lead_elsewhere(tmp_path: Path) -> None:
     (folder / "index.json").write_text(json.dumps(index))
     code, output = outcome("verify", folder)
     assert code == 1
-    assert output.count("it says version") == 2
+    assert output.count("and the index lists") == 2
+    for entry in index["entries"][1:]:
+        entry["version"][1] = f"{int(entry['version'][1], 16) ^ 1:016x}"
+    (folder / "index.json").write_text(json.dumps(index))
+    assert outcome("verify", folder)[1].count("and the index lists") == 2, "the bases are others"
     (folder / "index.json").write_text("{}")
     code, output = outcome("verify", folder)
     assert code == 1
@@ -619,3 +624,22 @@ def test_watch_goes_on_while_a_store_cannot_be_read(
     first, second = watched(repair, monkeypatch, folder)
     assert first.endswith("; trying again")
     assert versions_shown(second) == [10]
+
+
+def test_watch_makes_its_folder_again_and_shows_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, served = tmp_path / "store", tmp_path / "served"
+    publish(Folder(folder), 3)
+    tied = torch.arange(6.0)
+
+    def another_run() -> None:
+        shutil.rmtree(served)
+        other = tmp_path / "other"
+        Publisher(other).publish({"head": tied, "tied": tied}, number=2)
+        folder.rename(tmp_path / "before")
+        other.rename(folder)
+
+    lines = watched(another_run, monkeypatch, folder, "--output", served)
+    assert [n for line in lines for n in versions_shown(line)] == [12, 2]
+    assert bits(load_file(served / "model.safetensors")) == bits({"head": tied, "tied": tied})

@@ -11,6 +11,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sparcel.delta import Change
+from sparcel.delta.applying import whole_changes
 from tests.strategies import same_bits
 
 FLOATS = (
@@ -208,3 +210,8 @@ def chunks_of(count: int) -> Iterator[None]:
         patch("sparcel.delta.encoding.chunk_bytes", lambda *_: count),
     ):
         yield
+
+
+def wholes(**tensors: Tensor) -> list[Change]:
+    """Return the changes that make tensors."""
+    return list(whole_changes(tensors, tensors))

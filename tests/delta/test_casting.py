@@ -84,12 +84,15 @@ def test_a_publisher_that_restarts_goes_on(tmp_path: Path) -> None:
 def test_what_a_cast_may_not_return(tmp_path: Path) -> None:
     weights = {"a": torch.ones(3), "b": torch.ones(3)}
     for cast, match in (
-        (lambda _, weight: weight, "returned a Tensor for 'a'"),
+        (lambda _, weight: weight, r"by name, and returned for 'a' tensor\("),
+        (lambda _, weight: {0: weight}, r"by name, and returned for 'a' \{0: tensor"),
         (lambda _, weight: {"w": weight}, "the cast of 'b' makes 'w', which that of another"),
         (lambda _, weight: {}, "there are no tensors to publish"),
     ):
         with pytest.raises(InputError, match=match):
             Publisher(tmp_path, cast=cast).publish(weights)
+    with pytest.raises(InputError, match="a cast is a function of a name and a tensor, got dtype"):
+        Publisher(tmp_path, cast=torch.float16)  # type: ignore[arg-type]
     tied = {"a": weights["a"], "b": weights["a"]}
     for cast in (
         lambda name, weight: {name: weight + (name == "b")},

@@ -16,7 +16,9 @@ from unittest.mock import patch
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
+from sparcel._files import shared
 from sparcel.delta import (
     Folder,
     Follower,
@@ -30,6 +32,7 @@ from sparcel.delta import (
     mirror,
     version_of,
 )
+from sparcel.delta.files import File
 from sparcel.errors import FormatError, InputError, VersionError
 from tests.delta.histories import history
 from tests.delta.pairs import Model, copied, same
@@ -143,6 +146,30 @@ def test_tensors_that_come_go_and_are_tied(tmp_path: Path) -> None:
     assert tensors["a"].data_ptr() == tensors["c"].data_ptr()
     told = {change.name: (len(change.indices), change.tied_to) for change in seen.changes()}
     assert told == {"a": (1, None), "c": (1, "a")}
+
+
+def test_other_libraries_find_tied_tensors_under_each_name(tmp_path: Path) -> None:
+    """They do not know the file's ties, and may load a certain name only."""
+    models = []
+    for number in range(4):
+        w = torch.arange(40.0).bfloat16()
+        w[:number] += 1
+        models.append({"a": torch.zeros(()), "b": w.view(8, 5), "head": w.view(8, 5)})
+    publisher, follower, worker = begun(tmp_path, models[0])
+    file = tmp_path / PLACE / "model.safetensors"
+    for model in models[1:]:
+        publisher.publish(model)
+        follower.update()
+        assert same(load_file(file), copied(model))
+    follower.update(0)
+    assert same(load_file(file), copied(models[0]))
+    follower.close()
+    File(shared(file, writes=True), "").copies()["head"].view(torch.int16)[0] ^= 1
+    assert not same(load_file(file), copied(models[0]))
+    Follower(tmp_path / "store", tmp_path / PLACE).update(0)
+    assert same(load_file(file), copied(models[0]))
+    worker.load()
+    assert same(worker.weights, models[0])
 
 
 def test_a_follower_goes_on_with_a_whole_mirror_and_else_makes_it_anew(tmp_path: Path) -> None:

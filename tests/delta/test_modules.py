@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparcel.delta import Change, Publisher, Subscriber, apply_, assign_, encode
+from sparcel.delta import Publisher, Subscriber, apply_, assign_, encode
 from sparcel.errors import InputError
-from tests.delta.pairs import copied, same
+from tests.delta.pairs import copied, same, wholes
 
 State = dict[str, Any]
 
@@ -47,7 +47,7 @@ def fused(state: State) -> None:
 def written(module: nn.Module, version: dict[str, Tensor], how: str, folder: Path) -> None:
     """Make a module a version."""
     if how == "assign_":
-        assign_(module, [Change.whole(name, tensor) for name, tensor in version.items()])
+        assign_(module, wholes(**version))
     elif how == "apply_":
         apply_(module, encode(version, module.state_dict()))
     else:

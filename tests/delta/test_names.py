@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from sparcel.delta import Change, Publisher, Subscriber, apply_, assign_, encode
 from sparcel.errors import InputError, VersionError
-from tests.delta.pairs import copied, same
+from tests.delta.pairs import copied, same, wholes
 
 Named = dict[str, Tensor]
 
@@ -179,7 +180,8 @@ def test_names_that_a_version_has_stay_as_they_are(tmp_path: Path, trained: set[
 
 
 def test_a_name_that_may_be_either_is_refused() -> None:
-    changes = [Change.whole(name, torch.ones(2)) for name in ("w", "module.w")]
+    (one,) = wholes(w=torch.ones(2))
+    changes = [one, replace(one, name="module.w")]
     with pytest.raises(InputError, match=r"'w' and 'module.w' both change"):
         assign_({"module.w": torch.zeros(2)}, changes, partial=True)
 
@@ -212,11 +214,11 @@ def test_a_module_has_all_tensors(tmp_path: Path) -> None:
 
 def test_changes_of_what_is_not_there_are_refused() -> None:
     weights = {"a": torch.zeros(2)}
-    other, gone = Change.whole("b", torch.ones(2)), Change.gone("a", torch.float32, (2,))
+    (other,), gone = wholes(b=torch.ones(2)), Change.gone("a", torch.float32, (2,))
     with pytest.raises(InputError, match=r"\['b'\] change and are not in the weights"):
         assign_(weights, [other])
     with pytest.raises(InputError, match=r"\['a'\] are gone and still in the weights"):
         assign_(weights, [gone])
     assign_(weights, [other, gone], partial=True)
-    assign_(weights, [gone, Change.whole("a", torch.ones(2))])
+    assign_(weights, [gone, *wholes(a=torch.ones(2))])
     assert same(weights, {"a": torch.ones(2)})

@@ -22,6 +22,7 @@ from sparcel.delta.owned import Held
 from sparcel.delta.parts import Part
 from sparcel.delta.pieces import CHUNK_BYTES, Piece, piece_of_slice
 from sparcel.errors import InputError, MismatchError, SparcelError, VersionError
+from tests.delta.pairs import wholes
 
 pytestmark = pytest.mark.processes
 
@@ -234,7 +235,7 @@ def no_slices(comm: Communicator, folder: str) -> None:
         with pytest.raises(InputError, match=r"^x holds .* here, which is no slice"):
             publisher.publish({"x": x})
         with pytest.raises(InputError, match=r"^x holds .* here, which is no slice"):
-            delta.assign_({"x": x}, [delta.Change.whole("x", full)])
+            delta.assign_({"x": x}, wholes(x=full))
         assert torch.equal(x.to_local(), local)
     one = distribute_tensor(torch.ones(1, 1), mesh, (Shard(0), Shard(1)))
     local = one.to_local() if one.to_local().numel() else torch.empty(0, 0)  # as FSDP2 leaves it
@@ -492,6 +493,8 @@ def gathered(comm: Communicator, folder: str) -> list[int]:
     assert seen == list(full)
     with pytest.raises(MismatchError, match="or in another order"):
         publisher.publish_gathered(list(full.items())[:: 1 - 2 * comm.rank])
+    with pytest.raises(InputError, match="'w0' comes twice"):
+        publisher.publish_gathered([*full.items(), ("w0", full["w0"])])
     comm.gather_numbers(0)
     return [store.written]
 

@@ -407,7 +407,7 @@ def test_chunks_are_those_that_a_file_lists(tmp_path: Path, four: Path, what: st
         return {key: header[key] for key in ("__metadata__", *rest)} | others
 
     rewrite(file, exchanged)
-    with pytest.raises(VersionError, match=r"delta-0000000002-\S* cannot be read"):
+    with pytest.raises(VersionError, match=r"delta-0000000002-\S* cannot be used"):
         subscriber.update()
     assert subscriber.version == sums_of(models)[2]
     check(subscriber, models, SOME)

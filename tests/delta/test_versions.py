@@ -154,6 +154,15 @@ def test_anchors_merged_deltas_and_what_is_kept(tmp_path: Path, lag: int) -> Non
     assert same(behind.tensors, models[-1])
 
 
+def test_a_version_has_as_many_elements_as_its_tensors(tmp_path: Path) -> None:
+    publisher = Publisher(tmp_path)
+    a, b = torch.ones(10), torch.ones(50)
+    for model in ({"a": a}, {"a": a, "b": b}, {"b": b}):
+        publisher.publish(model)
+    told = [(entry.elements, entry.changed) for entry in read_index(tmp_path).entries]
+    assert told == [(10, 10), (60, 50), (50, 0)]
+
+
 def test_a_merged_delta_is_the_shorter_way(tmp_path: Path) -> None:
     store = Folder(tmp_path)
     publisher = Publisher(store, anchor_every=6, lag=20)
@@ -285,7 +294,7 @@ def test_a_tie_that_was_damaged_is_found(tmp_path: Path) -> None:
     data = anchor.read_bytes()
     at = data.index(b"head")
     anchor.write_bytes(data[:at] + b"lead" + data[at + 4 :])
-    with pytest.raises(VersionError, match="cannot be read"):
+    with pytest.raises(VersionError, match="cannot be used"):
         Subscriber(Folder(tmp_path)).update()
 
 

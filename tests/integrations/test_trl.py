@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from sparcel.delta import Folder, Subscriber, decode
+from sparcel.delta import Folder, Subscriber
 from sparcel.errors import CommunicationError, InputError
-from sparcel.integrations.trl import WeightTransfer, encode_patch, iter_sparse_patches
+from sparcel.integrations.trl import WeightTransfer
 from tests.integrations.engines import trl as stand_ins
 from tests.integrations.engines.installing import assert_alike, parameters
 from tests.integrations.engines.server import serving
@@ -104,72 +102,6 @@ def test_what_a_server_says_reaches_the_trainer(tmp_path: Path) -> None:
         served.failing = False
         sync(transfer, model)
     assert_same(served.versions[0], model)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool])
-def test_patches_hold_what_the_masks_say(dtype: torch.dtype, tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    new = {name: torch.randn(300, 400).mul(3).to(dtype) for name in ("a", "b.val", "whole")}
-    masks = {"a": torch.rand(300, 400) < 0.01, "b.val": torch.zeros(300, 400, dtype=torch.bool)}
-    items = [(name, tensor, masks.get(name)) for name, tensor in new.items()]
-    tensors, metadata = encode_patch(items, model_version=7)
-    assert tensors is not None
-    assert metadata is not None
-    changed = int(masks["a"].sum()) + 120_000
-    assert metadata == {
-        "format": "sparcel_patch",
-        "model_version": "7",
-        "num_changed_params": "2",
-        "total_changed_elements": str(changed),
-        "total_elements": "360000",
-    }
-    save_file(tensors, tmp_path / "patch", metadata)
-    got = {name: torch.zeros(300, 400, dtype=dtype) for name in new}
-    seen = 0
-    with safe_open(tmp_path / "patch", "pt") as file:
-        assert file.metadata() == metadata
-        for name, indices, values in iter_sparse_patches(file):
-            got[name].view(-1)[indices] = values
-            seen += len(indices)
-    assert seen == changed
-    assert torch.equal(got["whole"], new["whole"])
-    assert torch.equal(got["a"], torch.where(masks["a"], new["a"], 0))
-    assert not got["b.val"].any()
-
-
-def test_each_name_of_a_tied_tensor_has_a_patch_of_its_own() -> None:
-    weight, head = torch.arange(6).bfloat16().view(2, 3).t(), torch.zeros(3, 2, dtype=torch.bool)
-    head[1, 0] = True
-    names = {"head": head, "embedding": torch.ones_like(head), "other": None}
-    tensors, metadata = encode_patch((name, weight, mask) for name, mask in names.items())
-    assert tensors is not None and metadata is not None
-    assert metadata["num_changed_params"] == "3"
-    found = {
-        change.name: (change.indices.tolist(), change.values)
-        for chunk in tensors.values()
-        for change in decode(chunk.numpy().data)
-        if change.values is not None and len(change.values)
-    }
-    values = weight.flatten()
-    assert found.keys() == names.keys()
-    for name, places in {"head": [2], "embedding": [*range(6)], "other": [*range(6)]}.items():
-        assert found[name][0] == places
-        assert torch.equal(found[name][1], values[places])
-
-
-def test_sparse_patches_are_short() -> None:
-    torch.manual_seed(3)
-    tensor, mask = torch.randn(1000, 1000).bfloat16(), torch.rand(1000, 1000) < 0.01
-    tensors, _ = encode_patch([("a", tensor, mask)])
-    assert tensors is not None
-    length = sum(chunk.numel() for chunk in tensors.values())
-    assert length < 3.2 * int(mask.sum())  # indices and values as they are take 6 bytes each
-
-
-def test_nothing_changed_is_nothing() -> None:
-    mask = torch.zeros(3, dtype=torch.bool)
-    assert encode_patch([("a", torch.ones(3), mask)]) == (None, None)
-    assert encode_patch([]) == (None, None)
 
 
 def test_it_has_the_methods_that_trl_calls() -> None:

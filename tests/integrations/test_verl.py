@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sparcel.comm import Communicator
 from sparcel.delta import Folder, Publisher, read_index
-from sparcel.errors import VersionError
+from sparcel.errors import InputError, VersionError
 from tests.integrations.engines import verl as stand_ins
 from tests.integrations.engines.installing import assert_alike, fresh, install
 
@@ -145,6 +145,15 @@ def keeping(comm: Communicator, folder: str) -> None:
     with engines("stand-in", folder, dtype=None) as new:
         _, (got,) = synchronised(comm, as_actor(new, comm), [new()], model)
     assert all(torch.equal(got[name].cpu(), one) for name, one in model.named_parameters())
+
+
+@pytest.mark.parametrize("wrong", ["bf16", "int8", "nn"])
+def test_a_dtype_is_one_of_floats(wrong: str, tmp_path: Path) -> None:
+    with (
+        engines("stand-in", str(tmp_path), dtype=wrong) as new,
+        pytest.raises(InputError, match=f"dtype is one of .* got '{wrong}'"),
+    ):
+        new()
 
 
 def test_weights_may_keep_their_dtype(run_on: Any, tmp_path: Path) -> None:

@@ -16,6 +16,13 @@ Cast: TypeAlias = Callable[[str, Tensor], Mapping[str, Tensor]]
 """Makes of a tensor and its name those that are served, by name: values and their scales."""
 
 
+def checked_cast(cast: Cast | None) -> Cast | None:
+    """Return a cast, or raise InputError unless it can be called."""
+    if cast is None or callable(cast):
+        return cast
+    raise InputError(f"a cast is a function of a name and a tensor, got {type(cast).__name__}")
+
+
 @torch.no_grad()
 def served(tensors: Mapping[str, Tensor], cast: Cast | None) -> Mapping[str, Tensor]:
     """Return what a cast makes of each tensor; of tied ones it makes tied ones.
@@ -31,10 +38,10 @@ def served(tensors: Mapping[str, Tensor], cast: Cast | None) -> Mapping[str, Ten
     of_owner: dict[str, list[Tensor]] = {}
     for name, owner in owners(parts_of(tensors)).items():
         told = cast(name, tensors[name].detach())
-        if not isinstance(told, Mapping):
+        if not isinstance(told, Mapping) or not all(isinstance(one, str) for one in told):
             raise InputError(
-                f"a cast returns tensors by name, and returned a {type(told).__name__} for"
-                f" '{shown(name)}'"
+                f"a cast returns tensors by name, and returned for '{shown(name)}'"
+                f" {shown(repr(told))}"
             )
         twice = [one for one in told if one in made]
         if twice:

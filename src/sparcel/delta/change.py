@@ -35,13 +35,6 @@ class Change:
     tied_to: str | None = None
 
     @classmethod
-    def whole(cls, name: str, tensor: Tensor, tied_to: str | None = None) -> Change:
-        """Return the change that makes a tensor, which was not there before."""
-        everything = torch.arange(tensor.numel())
-        values = tensor.detach().reshape(-1)
-        return cls(name, tensor.dtype, tuple(tensor.shape), everything, values, True, tied_to)
-
-    @classmethod
     def gone(cls, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Change:
         """Return the change that takes a tensor away."""
         return cls(name, dtype, shape, torch.empty(0, dtype=torch.int64), None)

@@ -86,9 +86,12 @@ def delta_file(
 
 
 def anchor_file(
-    tensors: Mapping[str, Tensor], version: Version, sums: bool = False
+    tensors: Mapping[str, Tensor], version: Version, for_store: bool = False
 ) -> Iterator[bytes | memoryview]:
-    """Yield the parts of a file with whole tensors, by their own names; tied ones come once.
+    """Yield the parts of a file with whole tensors, by their own names.
+
+    Tied ones come under each of them: other libraries do not know the ties that the file tells, and
+    some load one name only.
 
     Parameters
     ----------
@@ -96,13 +99,15 @@ def anchor_file(
         What it is to hold.
     version
         What they are.
-    sums
-        Whether to tell the sum of each block of 4 MiB, so that a reader of some can check these.
+    for_store
+        Whether tied ones come once, and the sum of each block of 4 MiB is told, so that a reader of
+        some can check these.
     """
     own = {plain: name for name, plain in model_names(tensors).items()}
     every = {own[name]: part for name, part in parts_of(tensors).items()}
     # Long elements first, so that all are aligned where the file is read in place.
-    parts = dict(sorted(untied(every).items(), key=lambda one: -one[1].piece.dtype.itemsize))
+    held = untied(every) if for_store else every
+    parts = dict(sorted(held.items(), key=lambda one: -one[1].piece.dtype.itemsize))
     described = {}
     for name, part in parts.items():
         piece = part.piece
@@ -110,10 +115,10 @@ def anchor_file(
     ties = json.dumps(ties_of(every))
     told = {"ties": ties, "ties_crc": f"{crc32(ties.encode()):08x}"}
     blocks = [(part, piece) for part in parts.values() for piece in part.pieces(CHUNK_BYTES)]
-    if sums:
+    if for_store:
         jobs = (partial(sum_of_piece, part, piece) for part, piece in blocks)
         told["sums"] = "".join(f"{one:016x}" for one in in_threads(jobs))
-    yield _header(described, {"kind": "anchor", **told, **_told("version", version)}, sums)
+    yield _header(described, {"kind": "anchor", **told, **_told("version", version)}, for_store)
     for part, piece in blocks:
         yield part.gathered(piece).cpu().view(torch.uint8).numpy().data
 
@@ -228,11 +233,16 @@ class File:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of an anchor, in the memory of the file; tied ones are one tensor."""
-        whole = {name: self.piece(name) for name in self._tensors}
-        tensors = {
-            name: self.elements(name, 0, one.size).view(one.shape) for name, one in whole.items()
-        }
+        tensors = {name: self._tensor(name) for name in self._tensors}
         return tensors | {alias: tensors[name] for alias, name in self.ties().items()}
+
+    def copies(self) -> dict[str, Tensor]:
+        """Return the tied tensors of an anchor that it also holds apart, for other libraries."""
+        return {alias: self._tensor(alias) for alias in self.ties() if alias in self._tensors}
+
+    def _tensor(self, name: str) -> Tensor:
+        whole = self.piece(name)
+        return self.elements(name, 0, whole.size).view(whole.shape)
 
     def version(self, which: str = "version") -> Version:
         """Return the version that the file makes, or its ``base``."""

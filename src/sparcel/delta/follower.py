@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 
 import torch
 from torch import Tensor
 
-from sparcel._files import real
+from sparcel._files import real, shared
+from sparcel.delta.anchor import Whole
 from sparcel.delta.applying import Prepared
+from sparcel.delta.bits import bits_of
 from sparcel.delta.chunk import Version
-from sparcel.delta.files import anchor_file
+from sparcel.delta.files import File, anchor_file
+from sparcel.delta.kept import Step
 from sparcel.delta.making import version_of
 from sparcel.delta.mirror_files import (
     COMING,
@@ -22,7 +25,6 @@ from sparcel.delta.mirror_files import (
     changes_name,
     changes_of,
     is_passing,
-    mapped_tensors,
 )
 from sparcel.delta.subscriber import AHEAD, Ready, Subscriber
 from sparcel.errors import FormatError, InputError, VersionError
@@ -84,6 +86,9 @@ class Follower:
         self._page: Page | None = None
         self._subscriber: Subscriber | None = None
         self._file, self._is_closed = 0, True
+        self._tensors: dict[str, Tensor] = {}
+        self._copies: dict[str, Tensor] = {}
+        """Memory that tied tensors also have under their other names."""
         self.reopen(wait=wait)
 
     def reopen(self, *, wait: bool = True) -> None:
@@ -121,6 +126,9 @@ class Follower:
         """
         if self._page is None or self._is_closed:
             raise InputError("this follower is closed; reopen() it")
+        if not self._page.is_there:
+            self.close()
+            self.reopen()
         before, subscriber = self.version, self._subscriber
         if subscriber is None:
             self._begin(self._page, to)
@@ -155,13 +163,12 @@ class Follower:
             if not file:
                 return
             try:
-                tensors = mapped_tensors(self._folder.path / WEIGHTS, writes=True)
+                self._map(file)
             except (FormatError, OSError):
                 return
-            is_whole = is_whole and version_of(tensors, told.number) == told
-            self._keep(told if is_whole else None, tensors, file)
-        elif self.version != told or not is_whole:
-            self._keep(told if is_whole else None, self._subscriber.tensors, file)
+            is_whole = is_whole and self._is_sound(told)
+        if self.version != told or not is_whole:
+            self._keep(told if is_whole else None)
 
     def _begin(self, page: Page, to: int | None) -> bool:
         """Make the mirror anew, in another file: readers may still have the old one.
@@ -179,16 +186,40 @@ class Follower:
         with page.writing():
             os.replace(self._folder.path / COMING, weights)
             page.tell(version, file)
-        self._keep(version, mapped_tensors(weights, writes=True), file)
+        self._map(file)
+        self._keep(version)
         for other in filter(is_passing, self._folder.names()):
             self._folder.remove(other)
         return True
 
-    def _keep(
-        self, version: Version | None, tensors: MutableMapping[str, Tensor], file: int
-    ) -> None:
-        self._subscriber, self._file = Subscriber(self._store, tensors), file
+    def _map(self, file: int) -> None:
+        """Map the weights, which are in another file by now."""
+        mapped = File(shared(self._folder.path / WEIGHTS, writes=True), WEIGHTS)
+        self._tensors, self._copies, self._file = mapped.tensors(), mapped.copies(), file
+
+    def _is_sound(self, version: Version) -> bool:
+        """Read all weights, and tell whether they are a version."""
+        return version_of(self._tensors, version.number) == version and all(
+            torch.equal(bits_of(copy), bits_of(self._tensors[name]))
+            for name, copy in self._copies.items()
+        )
+
+    def _keep(self, version: Version | None) -> None:
+        self._subscriber = Subscriber(self._store, self._tensors)
         self._subscriber.version = self.version = version
+
+    def _copy(self, step: Step) -> None:
+        """Write what changes in tied tensors under their other names, too."""
+        copies = [(bits_of(copy), bits_of(self._tensors[n])) for n, copy in self._copies.items()]
+        if isinstance(step, Whole):
+            for copy, bits in copies:
+                copy.copy_(bits)
+        elif copies:
+            for name, places in step.places():
+                now = bits_of(self._tensors[name])
+                for copy, bits in copies:
+                    if bits.data_ptr() == now.data_ptr():
+                        copy.view(-1)[places] = now.view(-1)[places]
 
     def _write(self, page: Page, subscriber: Subscriber, ready: Ready) -> None:
         """Write a version, and before it where it differs from the one before."""
@@ -196,6 +227,7 @@ class Follower:
         self._subscriber = None  # until all is written
         with page.writing():
             ready.apply()
+            self._copy(ready._step)
             page.tell(ready.version, self._file)
         self._subscriber, self.version = subscriber, ready.version
 

@@ -153,11 +153,11 @@ class Index:
         start = "nothing" if since is None else f"version {since}"
         anchors = [entry.version.number for entry in self.entries if entry.kind == "anchor"]
         newest = ", ".join(few(sorted(anchors, reverse=True))) or "none"
-        torn = f"; {', '.join(few(sorted(without)))} cannot be read" if without else ""
+        useless = f"; {', '.join(few(sorted(without)))} cannot be used" if without else ""
         return (
             f"no files lead from {start} to version {wanted}: the newest whole models are of"
-            f" versions {newest}{torn}; wait for the next whole model, or restart the publisher,"
-            " which publishes one"
+            f" versions {newest}{useless}; wait for the next whole model, which a publisher also"
+            " makes when it is restarted and cannot read the newest version either"
         )
 
 

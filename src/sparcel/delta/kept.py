@@ -19,7 +19,7 @@ from sparcel.delta.files import File
 from sparcel.delta.index import Entry
 from sparcel.delta.making import version_of
 from sparcel.delta.parts import parts_of, tensors_of, untied
-from sparcel.delta.reading import files_of, read_ahead
+from sparcel.delta.reading import check_stated, files_of, read_ahead
 from sparcel.delta.slices import Only, Sliced, checked_only
 from sparcel.delta.slicing import chunks_of, prepare_slices, sliced_of
 from sparcel.errors import FormatError, InputError, shown
@@ -87,10 +87,7 @@ class Kept:
 
         Returns what the entry is to these weights, and a step that waits to be written.
         """
-        for file, name in zip(files, entry.names, strict=True):
-            base = entry.base and file.version("base")
-            if (base, file.version()) != (entry.base, entry.version):
-                raise FormatError(f"{shown(name)} holds {file.version()}, not {entry.version}")
+        check_stated(entry, files)
         if self._only is not None:
             return self._slices(entry, files, newest, self._only)
         if entry.base is None:

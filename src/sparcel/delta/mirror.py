@@ -14,6 +14,7 @@ from sparcel.delta.applying import whole_changes
 from sparcel.delta.bits import bits_of
 from sparcel.delta.change import Change
 from sparcel.delta.chunk import Version
+from sparcel.delta.files import File
 from sparcel.delta.making import version_of
 from sparcel.delta.mirror_files import PAGE, WEIGHTS, Page, changes_of, mapped_tensors
 from sparcel.delta.parts import owners, parts_of
@@ -71,8 +72,6 @@ class Mirror:
     ----------
     version
         The last version that `update` has found, or None.
-    tensors
-        The weights by name, mapped: what they hold changes when another version is written.
 
     Raises
     ------
@@ -82,9 +81,18 @@ class Mirror:
 
     def __init__(self, place: str | os.PathLike[str]) -> None:
         self.version: Version | None = None
-        self.tensors: Mapping[str, Tensor] = {}
+        self._tensors: Mapping[str, Tensor] = {}
         self._folder = Folder(place)
         self._page = self._opened()
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The weights by name, mapped anew each time; none before `update` has found a version.
+
+        What they hold changes when another version is written. What is written to them, as some
+        engines' loaders do, nobody else sees.
+        """
+        return File(self._folder.mapped(WEIGHTS), WEIGHTS).tensors() if self._file else {}
 
     def update(self) -> Seen | None:
         """Find out what has changed since the last time; None if nothing has, or nothing is there.
@@ -142,7 +150,7 @@ class Mirror:
             version, file = self._page.told()
             try:
                 self._map(file)
-                found = version_of(self.tensors, version.number)
+                found = version_of(self._tensors, version.number)
             except (FormatError, VersionError):
                 return False
             if self._page.sequence == sequence:
@@ -150,7 +158,7 @@ class Mirror:
 
     def _opened(self) -> Page:
         """Begin with the mirror that is there now, and return its page."""
-        self.version, self.tensors = None, {}
+        self.version, self._tensors = None, {}
         self._file, self._owners = 0, dict[str, str]()
         try:
             return Page(self._folder.path / PAGE, writes=False)
@@ -163,13 +171,13 @@ class Mirror:
         """Map the weights, if these are in another file by now."""
         if file != self._file:
             try:
-                self.tensors = mapped_tensors(self._folder.path / WEIGHTS, writes=False)
+                self._tensors = mapped_tensors(self._folder.path / WEIGHTS)
             except FileNotFoundError:
                 raise VersionError(
                     f"{self._folder} lacks {WEIGHTS}, which it says it has; remove the folder, and"
                     " start its follower again"
                 ) from None
-            self._file, self._owners = file, owners(parts_of(self.tensors))
+            self._file, self._owners = file, owners(parts_of(self._tensors))
 
     def _whole(self) -> int | None:
         """Wait until no version is being written, and return the sequence's number.
@@ -196,14 +204,14 @@ class Mirror:
         places: dict[str, list[Tensor]] = {}
         try:
             for step in steps:
-                for name, numbers in mapped_tensors(self._folder.path / step, writes=False).items():
+                for name, numbers in mapped_tensors(self._folder.path / step).items():
                     places.setdefault(name, []).append(numbers.long())
         except FileNotFoundError:  # the follower keeps those of the last versions only
             return None
         told = []
         for name, owner in self._owners.items():
             if owner in places:
-                numbers, tensor = torch.cat(places[owner]), self.tensors[name]
+                numbers, tensor = torch.cat(places[owner]), self._tensors[name]
                 if len(steps) > 1:
                     numbers = numbers.unique()
                 values = bits_of(tensor).view(-1).index_select(0, numbers).view(tensor.dtype)

@@ -77,11 +77,11 @@ class Page:
         self._words[2:5] = version.number, version.sum, file
 
 
-def mapped_tensors(path: Path, writes: bool) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, as all see them who map it so."""
+def mapped_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, which must not be written, as all see them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable")
-        return File(shared(path, writes=writes), path.name).tensors()
+        return File(shared(path, writes=False), path.name).tensors()
 
 
 def changes_name(base: Version, version: Version) -> str:

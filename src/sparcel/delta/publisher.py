@@ -13,7 +13,7 @@ from torch import Tensor
 from sparcel._checks import checked_flag, checked_whole
 from sparcel.delta.applying import apply_, write_in_turn
 from sparcel.delta.base import copied, remembered
-from sparcel.delta.casting import Cast, served
+from sparcel.delta.casting import Cast, checked_cast, served
 from sparcel.delta.chunk import Chunk, Version, read_chunk
 from sparcel.delta.encoding import encode_parts
 from sparcel.delta.files import NOTHING_TO_PUBLISH, File, anchor_file, check_storable, delta_file
@@ -32,6 +32,7 @@ class _Delta:
     read: list[Chunk]
     base: Version
     version: Version
+    elements: int
 
 
 class Publisher:
@@ -105,7 +106,7 @@ class Publisher:
         self.version: Version | None = None
         self._bracketed = bracketed
         self._noted: Mapping[str, Part] = {}
-        self._store, self._code, self._cast = store_at(store), code, cast
+        self._store, self._code, self._cast = store_at(store), code, checked_cast(cast)
         self._anchor_every, self._apart = anchor_every, checked_flag(apart, "apart")
         self._file = None if base is None else Path(base)
         self._base: dict[str, Tensor] = {}
@@ -193,17 +194,18 @@ class Publisher:
         chunks = list(encode_parts(now, old, self._code, since, number, apart=self._apart))
         read = [read_chunk(chunk) for chunk in chunks]
         version = since.after(number, sum(chunk.sum for chunk in read))
-        return _Delta(chunks, read, since, version)
+        return _Delta(chunks, read, since, version, _elements(now))
 
     def _commit_delta(self, delta: _Delta) -> None:
         listed = delta.read if self._apart else ()
         file = delta_file(delta.chunks, delta.base, delta.version, listed)
         changed = sum(chunk.changed for chunk in delta.read)
-        self._commit(delta.base, delta.version, file, changed)
+        self._commit(delta.base, delta.version, file, delta.elements, changed)
 
     def _commit_anchor(self, version: Version) -> Version:
-        file = anchor_file(self._base, version, sums=True)
-        self._commit(None, version, file, self._elements())
+        file = anchor_file(self._base, version, for_store=True)
+        elements = _elements(parts_of(self._base))
+        self._commit(None, version, file, elements, elements)
         return version
 
     def _commit(
@@ -211,12 +213,13 @@ class Publisher:
         base: Version | None,
         version: Version,
         file: Iterable[bytes | memoryview],
+        elements: int,
         changed: int,
     ) -> None:
         name = file_name(base, version.number, self._writer)
         size = self._index_writer.write(name, file)
         self._index_writer.prove(name, version)
-        self._index_writer.commit(base, version, (name,), size, self._elements(), changed)
+        self._index_writer.commit(base, version, (name,), size, elements, changed)
 
     def _publish_anchor(self) -> None:
         """Publish the last version as an anchor, and a delta to it from the anchor before."""
@@ -269,8 +272,9 @@ class Publisher:
         numbers = {entry.version.number for entry in self._index.entries}
         return sum(number > last for number in numbers)
 
-    def _elements(self) -> int:
-        return sum(part.piece.count for part in untied(parts_of(self._base)).values())
+
+def _elements(parts: Mapping[str, Part]) -> int:
+    return sum(part.piece.count for part in untied(parts).values())
 
 
 def _check_whole(parts: Mapping[str, Part]) -> None:

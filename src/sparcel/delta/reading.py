@@ -1,4 +1,4 @@
-"""The files of a store, which are read before they are asked for."""
+"""The files of an entry in a store, which are read before they are asked for."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import partial
 
 from sparcel.delta.files import File
 from sparcel.delta.index import Entry
+from sparcel.errors import FormatError, shown
 from sparcel.stores import DoubtedStore, Ranged, Store, read_at_most
 
 
@@ -51,3 +52,15 @@ def files_of(
         files.append(File(data, name))
         left -= len(data)
     return files
+
+
+def check_stated(entry: Entry, files: list[File]) -> None:
+    """Raise FormatError unless files state the versions that the index lists."""
+    for file in files:
+        base, version = entry.base and file.version("base"), file.version()
+        if (base, version) != (entry.base, entry.version):
+            of, instead = (f" of {one}" if one else "" for one in (base, entry.base))
+            raise FormatError(
+                f"{shown(file.name)} says that it makes version {version}{of}, and the index lists"
+                f" {entry.version}{instead}"
+            )

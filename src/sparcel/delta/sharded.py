@@ -16,7 +16,7 @@ from sparcel.comm import Group, resolve
 from sparcel.delta.applying import write_in_turn
 from sparcel.delta.base import copied
 from sparcel.delta.bits import key_of, signed
-from sparcel.delta.casting import Cast
+from sparcel.delta.casting import Cast, checked_cast
 from sparcel.delta.chunk import Chunk, Version, read_chunk
 from sparcel.delta.encoding import encode_parts
 from sparcel.delta.files import delta_file
@@ -26,7 +26,7 @@ from sparcel.delta.making import CODES
 from sparcel.delta.owned import Held, checked, gathered, owned
 from sparcel.delta.parts import Part, Weights, ties_of, untied
 from sparcel.delta.pieces import Piece
-from sparcel.errors import MismatchError, VersionError, checked_name
+from sparcel.errors import InputError, MismatchError, VersionError, checked_name, shown
 from sparcel.stores import Store, store_at
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class ShardedPublisher:
         checked_whole(anchor_every, "anchor_every", at_least=1)
         checked_whole(lag, "lag", at_least=0)
         self.version: Version | None = None
-        self._code, self._anchor_every, self._cast = code, anchor_every, cast
+        self._code, self._anchor_every, self._cast = code, anchor_every, checked_cast(cast)
         self._apart = checked_flag(apart, "apart")
         self._comm = resolve(group)
         self._writer = f"{self._comm.gather_numbers(secrets.randbits(62))[0]:016x}"
@@ -127,7 +127,7 @@ class ShardedPublisher:
         if since is None or self._deltas >= self._anchor_every:
             # Made twice, to be told and to be written: there may be no room for all of it.
             version = self._write(
-                lambda: self._coded(self._base, {}, _NOTHING, number), None, number
+                lambda: self._coded(self._base, {}, _NOTHING, number), self._base, None, number
             )
             self._deltas = 0
         self._on_first(self._index_writer.prune)
@@ -138,14 +138,14 @@ class ShardedPublisher:
         """Publish tensors that all ranks see whole, one after the other, as where each is gathered.
 
         Each rank copies a share of them to its host, and publishes these: about as many bytes as
-        the others. All are asked for on each rank, whatever fails there.
+        the others. All are asked for on each rank, even if a copy fails there.
 
         Raises
         ------
         MismatchError
             If ranks see other tensors, or in another order.
         InputError, VersionError
-            As from `publish`.
+            As from `publish`; or if a name comes twice.
         """
         self._outcome = "this version is not published"
         mine, key = self._together(lambda: self._share_of(weights))
@@ -155,10 +155,13 @@ class ShardedPublisher:
 
     def _share_of(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], int]:
         """Return this rank's share, and a number that tells all tensors in their order."""
-        mine: dict[str, Tensor] = {}
+        mine, seen = dict[str, Tensor](), set[str]()
         sizes, key, coming = [0] * self._comm.size, 0, iter(weights)
         try:
             for name, tensor in coming:
+                if name in seen:
+                    raise InputError(f"'{shown(name)}' comes twice")
+                seen.add(name)
                 rank = sizes.index(min(sizes))
                 sizes[rank] += tensor.nbytes
                 key = key_of(f"{key} {name}", tensor.dtype, tensor.shape)
@@ -190,7 +193,7 @@ class ShardedPublisher:
 
     def _publish_delta(self, parts: Mapping[str, Part], since: Version, number: int) -> Version:
         chunks = self._together(lambda: list(self._coded(parts, self._base, since, number)))
-        version = self._write(lambda: chunks, since, number)
+        version = self._write(lambda: chunks, parts, since, number)
 
         def follow() -> None:
             """Let the base follow by what was published, whatever the weights are by now."""
@@ -213,9 +216,13 @@ class ShardedPublisher:
         return encode_parts(now, old, self._code, since, number, shard, self._apart)
 
     def _write(
-        self, make: Callable[[], Iterable[bytes]], base: Version | None, number: int
+        self,
+        make: Callable[[], Iterable[bytes]],
+        parts: Mapping[str, Part],
+        base: Version | None,
+        number: int,
     ) -> Version:
-        """Write this rank's file of the chunks that are made, and commit the files of all ranks."""
+        """Write this rank's chunks, which make parts, and commit the files of all ranks."""
         comm, since = self._comm, base or _NOTHING
         told = self._together(lambda: [_told(chunk) for chunk in make()])
         read = [chunk for chunk, _ in told]
@@ -232,7 +239,7 @@ class ShardedPublisher:
         self._together(
             lambda: self._index_writer.prove(names[(comm.rank + 1) % comm.size], version)
         )
-        elements = sum(part.piece.count for part in untied(self._base).values())
+        elements = sum(part.piece.count for part in untied(parts).values())
         mine = (size, elements, sum(chunk.changed for chunk in read))
         counts = [sum(comm.gather_numbers(count)) for count in mine]
         if self.version != version:

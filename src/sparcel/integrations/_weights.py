@@ -23,7 +23,7 @@ from sparcel.delta import (
     store_at,
 )
 from sparcel.delta.index import index_in
-from sparcel.errors import VersionError
+from sparcel.errors import InputError, VersionError
 
 _SECONDS = 0.2
 """How long rollout workers wait before they look into the store again."""
@@ -54,7 +54,7 @@ class Passage:
         publisher: Mapping[str, Any],
     ) -> None:
         self.store: Store = store_at(store)
-        self._dtype: torch.dtype | None = getattr(torch, dtype) if dtype else None
+        self._dtype = checked_dtype(dtype)
         self._mirror, self._arguments = mirror, publisher
         self._publisher: ShardedPublisher | None = None
         self._reader: HostSubscriber | Subscriber | None = None
@@ -104,6 +104,20 @@ class Passage:
                 yield name, tensor.to(device)
 
 
+def checked_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """Return a dtype, or raise InputError unless it is one of floats, or None."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is None or (isinstance(found, torch.dtype) and found.is_floating_point):
+        return found
+    raise InputError(f"dtype is one of torch's dtypes of floats, such as bfloat16, got {dtype!r}")
+
+
+def facts_of(store: Store, version: Version) -> tuple[float, int]:
+    """Return the share of elements that a version changes, and the bytes of its files."""
+    entry = next(one for one in read_index(store).entries if one.version == version)
+    return entry.changed / entry.elements, entry.bytes
+
+
 def narrowed(
     weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
@@ -123,7 +137,7 @@ def narrowed(
 def on_host(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Copy weights to the host as they come, narrowed.
 
-    The weights are walked to their end even if that fails: other ranks walk with this one.
+    The weights are walked to their end even if a copy fails: other ranks walk with this one.
     """
     coming = narrowed(weights, dtype)
     try:

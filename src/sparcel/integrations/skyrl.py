@@ -14,7 +14,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from sparcel.delta import ShardedPublisher, Version
 from sparcel.errors import InputError
@@ -103,7 +105,10 @@ class Sender(WeightTransferSender):  # type: ignore[misc]
         If anything fails, all ranks raise, and servers that have been paused stay paused.
         """
         weights = (pair for one in chunks for pair in zip(one.names, one.tensors, strict=True))
-        version = await asyncio.to_thread(self._publisher.publish_gathered, weights)
+        device = (
+            torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+        )
+        version = await asyncio.to_thread(self._publish, weights, device)
         failure = None
         if dist.get_rank() == 0:
             try:
@@ -111,6 +116,13 @@ class Sender(WeightTransferSender):  # type: ignore[misc]
             except Exception as error:
                 failure = error
         await asyncio.to_thread(agreed, failure, self._group)
+
+    @torch.no_grad()
+    def _publish(self, weights: Iterable[tuple[str, Tensor]], device: int | None) -> Version:
+        """Publish in another thread, in which SkyRL gathers on this rank's device."""
+        if device is not None:
+            torch.accelerator.set_device_index(device)
+        return self._publisher.publish_gathered(weights)
 
     async def _serve(self, version: Version, reset_prefix_cache: bool) -> None:
         client = self._client

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparcel.delta import ShardedPublisher, Version, read_index, store_at
+from sparcel.delta import ShardedPublisher, Version, store_at
 from sparcel.errors import CommunicationError, InputError
 from sparcel.integrations._ranks import agreed
-from sparcel.integrations._weights import on_host
+from sparcel.integrations._weights import facts_of, on_host
 from sparcel.integrations.sglang import path_of
 
 _UPDATES = "backends.megatron_utils.update_weight"
@@ -139,9 +139,5 @@ class _Updates:
                 raise CommunicationError(f"{method} of an engine: {answer.get('message')}")
 
     def _told(self, version: Version) -> dict[str, float]:
-        entries = read_index(store_at(self.args.update_weight_disk_dir)).entries
-        entry = next(entry for entry in entries if entry.version == version)
-        return {
-            "perf/update_weights_density": entry.changed / entry.elements,
-            "perf/update_weights_wire_bytes": entry.bytes,
-        }
+        share, size = facts_of(store_at(self.args.update_weight_disk_dir), version)
+        return {"perf/update_weights_density": share, "perf/update_weights_wire_bytes": size}

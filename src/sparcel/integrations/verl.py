@@ -11,9 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from sparcel.delta import read_index
 from sparcel.integrations._framework import needs
-from sparcel.integrations._weights import Passage
+from sparcel.integrations._weights import Passage, facts_of
 
 with needs("verl"):
     from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
@@ -87,11 +86,10 @@ class SparcelCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         version = self._passage.publish(weights, self._number)
         if not self._is_master:
             return {}
-        entries = read_index(self._passage.store).entries
-        entry = next(entry for entry in entries if entry.version == version)
+        share, size = facts_of(self._passage.store, version)
         return {
-            "checkpoint_engine/changed_ratio": entry.changed / entry.elements,
-            "checkpoint_engine/payload_mbytes": entry.bytes / (1 << 20),
+            "checkpoint_engine/changed_ratio": share,
+            "checkpoint_engine/payload_mbytes": size / (1 << 20),
         }
 
     async def receive_weights(

@@ -131,9 +131,10 @@ class _Checking:
     def _open(self, entry: Entry) -> list[File] | None:
         from sparcel.delta import read_index
         from sparcel.delta.files import File
+        from sparcel.stores import mapped
 
         try:
-            data = [(name, self._bytes(name)) for name in entry.names]
+            data = [(name, mapped(self._store, name)) for name in entry.names]
             files = [File(one, name) for name, one in data]
         except FileNotFoundError:
             if entry in read_index(self._store).entries:  # so it was not removed meanwhile
@@ -148,18 +149,13 @@ class _Checking:
             return None
         return files
 
-    def _bytes(self, name: str) -> memoryview:
-        from sparcel.delta import Folder
-
-        store = self._store
-        return store.mapped(name) if isinstance(store, Folder) else store.read(name)
-
     def _contents(self, entry: Entry, files: list[File]) -> list[str]:
         from sparcel.delta.anchor import whole_of
+        from sparcel.delta.reading import check_stated
 
-        for file in files:
-            if file.version() != entry.version:
-                return [f"it says version {file.version()} instead of {entry.version}"]
+        check_stated(entry, files)
+        if files[0].whole:
+            files[0].block_sums(entry.version)
         if entry.base is None and files[0].whole:
             return _anchor_faults(whole_of(files), entry.version)
         base = entry.base or files[0].version("base")

@@ -67,7 +67,7 @@ class _Watching:
 
         self._place, self._store, self._file = place, open_store(place), file
         self._console = console()
-        self._shown: int | None = None
+        self._shown: Version | None = None
         self._said = ""
         self._written: Version | None = None
         self._subscriber = Subscriber(self._store)
@@ -126,6 +126,8 @@ class _Watching:
         reader.update()
         if reader.version is None or reader.version == self._written:
             return
+        with writing(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
         with writing(file), replacing(file) as written:
             for part in anchor_file(reader.tensors, reader.version):
                 written.write(part)
@@ -133,15 +135,16 @@ class _Watching:
 
     def _show(self, index: Index) -> None:
         """Print a line for each version that was not shown; at first for the newest."""
-        newest = index.newest
+        newest, shown = index.newest, self._shown
         assert newest is not None, "there is a version"
-        after = newest.number - 1 if self._shown is None else self._shown
+        is_later = shown is not None and (shown == newest or shown.number < newest.number)
+        after = shown.number if shown and is_later else newest.number - 1  # or of another run
         # Of the entries of a version, the last one stays.
         best = {entry.version.number: entry for entry in sorted(index.entries, key=_rank)}
         for number in sorted(best):
             if number > after:
                 self._console.print(_line(best[number]))
-        self._shown = newest.number
+        self._shown = newest
 
     def _say(self, what: str) -> None:
         """Print something once, not each time the store is looked at."""
