@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparcel.delta import Change
-from sparcel.delta.applying import whole_changes
+from sparcel.delta.prepared import whole_changes
 from tests.strategies import same_bits
 
 FLOATS = (

@@ -29,7 +29,7 @@ from sparcel.delta import (
     prepare,
     version_of,
 )
-from sparcel.delta.applying import check_together, swap_all
+from sparcel.delta.applying import check_together
 from sparcel.delta.base import copied as base_copy
 from sparcel.delta.bits import hashed, key_of
 from sparcel.delta.chunk import Chunk, read_chunk
@@ -37,6 +37,7 @@ from sparcel.delta.decoding import found_in
 from sparcel.delta.encoding import encode_parts
 from sparcel.delta.parts import Part, parts_of, ties_of
 from sparcel.delta.pieces import Piece, piece_of_slice
+from sparcel.delta.prepared import swap_all
 from sparcel.delta.writable import check_writable
 from sparcel.errors import FormatError, InputError, SparcelError, VersionError
 from tests.delta.pairs import (

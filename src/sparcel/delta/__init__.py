@@ -13,7 +13,8 @@
 - Errors: `InputError`, `FormatError` and `VersionError`, which are ValueErrors.
 """
 
-from sparcel.delta.applying import Inverse, Prepared, apply_, assign_, prepare
+from sparcel.delta.applying import apply_, prepare
+from sparcel.delta.assigning import assign_
 from sparcel.delta.broadcast import Arriving, broadcast
 from sparcel.delta.change import Change
 from sparcel.delta.chunk import Version
@@ -24,6 +25,7 @@ from sparcel.delta.host import HostSubscriber
 from sparcel.delta.index import Entry, Index, read_index
 from sparcel.delta.making import version_of
 from sparcel.delta.mirror import Mirror, Seen
+from sparcel.delta.prepared import Inverse, Prepared
 from sparcel.delta.publisher import Publisher
 from sparcel.delta.sharded import ShardedPublisher
 from sparcel.delta.subscriber import Ready, Subscriber

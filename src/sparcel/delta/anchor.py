@@ -7,11 +7,12 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from sparcel.delta.applying import Target, apply_
+from sparcel.delta.applying import apply_
 from sparcel.delta.bits import bits_of
 from sparcel.delta.chunk import Version
 from sparcel.delta.files import File
 from sparcel.delta.parts import Weights, memory_of, owners, parts_of, tensors_of, untied
+from sparcel.delta.prepared import Target
 from sparcel.delta.slices import Sliced
 from sparcel.delta.writable import check_writable
 from sparcel.errors import FormatError, VersionError, few, shown

@@ -9,9 +9,8 @@ from contextlib import ExitStack, suppress
 import torch
 from torch import Tensor
 
-from sparcel._files import real, shared
+from sparcel._files import shared
 from sparcel.delta.anchor import Whole
-from sparcel.delta.applying import Prepared
 from sparcel.delta.bits import bits_of
 from sparcel.delta.chunk import Version
 from sparcel.delta.files import File, anchor_file
@@ -26,6 +25,7 @@ from sparcel.delta.mirror_files import (
     changes_of,
     is_passing,
 )
+from sparcel.delta.prepared import Prepared
 from sparcel.delta.subscriber import AHEAD, Ready, Subscriber
 from sparcel.errors import FormatError, InputError, VersionError
 from sparcel.stores import Folder, Store, store_at
@@ -77,9 +77,8 @@ class Follower:
     ) -> None:
         self.version: Version | None = None
         self._store, self._folder = store_at(store), Folder(place)
-        if isinstance(self._store, Folder) and self._store.path.resolve() == real(
-            self._folder.path
-        ):
+        own = self._folder.path.resolve()
+        if isinstance(self._store, Folder) and self._store.path.resolve() == own:
             raise InputError(f"{self._folder} is a store; keep the mirror in a folder of its own")
         self._folder.lasting = False
         self._held = ExitStack()

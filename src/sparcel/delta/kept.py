@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sparcel.delta.anchor import Whole, check_places, failing_as_file, whole_of
-from sparcel.delta.applying import Inverse, Prepared, Target, check_together, prepare
+from sparcel.delta.applying import check_together, prepare
 from sparcel.delta.chunk import Version, read_chunk
 from sparcel.delta.files import File
 from sparcel.delta.index import Entry
 from sparcel.delta.making import version_of
 from sparcel.delta.parts import parts_of, tensors_of, untied
+from sparcel.delta.prepared import Inverse, Prepared, Target
 from sparcel.delta.reading import check_stated, files_of, read_ahead
 from sparcel.delta.slices import Only, Sliced, checked_only
 from sparcel.delta.slicing import chunks_of, prepare_slices, sliced_of

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sparcel.delta.applying import whole_changes
 from sparcel.delta.bits import bits_of
 from sparcel.delta.change import Change
 from sparcel.delta.chunk import Version
@@ -18,6 +17,7 @@ from sparcel.delta.files import File
 from sparcel.delta.making import version_of
 from sparcel.delta.mirror_files import PAGE, WEIGHTS, Page, changes_of, mapped_tensors
 from sparcel.delta.parts import owners, parts_of
+from sparcel.delta.prepared import whole_changes
 from sparcel.errors import FormatError, InputError, VersionError
 from sparcel.stores import Folder
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sparcel.delta.applying import Prepared, check_together
+from sparcel.delta.applying import check_together
 from sparcel.delta.chunk import Chunk, Version, read_chunk
 from sparcel.delta.decoding import found_in, looked_up, told_of
 from sparcel.delta.files import File
@@ -17,6 +17,7 @@ from sparcel.delta.found import Found
 from sparcel.delta.making import sum_of_piece
 from sparcel.delta.parts import Part, owners, parts_of
 from sparcel.delta.pieces import CHUNK_BYTES, Piece
+from sparcel.delta.prepared import Prepared
 from sparcel.delta.slices import Only, Slice, Sliced
 from sparcel.delta.threads import in_threads
 from sparcel.delta.writable import check_writable

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from sparcel._checks import checked_flag
-from sparcel.delta.applying import Inverse, Target
 from sparcel.delta.chunk import Version
 from sparcel.delta.index import Entry, Index, read_index
 from sparcel.delta.kept import Kept, Step
 from sparcel.delta.making import version_of
 from sparcel.delta.parts import tensors_of
+from sparcel.delta.prepared import Inverse, Target
 from sparcel.delta.slices import Only
 from sparcel.delta.update import Untold, Update
 from sparcel.errors import FormatError, InputError, VersionError

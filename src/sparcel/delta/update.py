@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sparcel.delta.applying import Done, Inverse, changes_of, whole_changes
 from sparcel.delta.change import Change
 from sparcel.delta.chunk import Version
 from sparcel.delta.index import Entry
+from sparcel.delta.prepared import Done, Inverse, changes_of, whole_changes
 from sparcel.errors import VersionError
 
 if TYPE_CHECKING:
