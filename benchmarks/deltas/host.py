@@ -8,12 +8,14 @@ weights of their own, as on a device. They load the first version, then the next
 after the other: by a `Subscriber` of their own, as they do without a mirror, or by a `Mirror` that
 one more process follows. ``whole_s`` and ``changed_s`` are the medians of all workers. ``beside``
 are the bytes that loading takes beside the weights: private ones of all workers, and the mirror.
+All is done several times, as the time of a whole load varies with the memory at hand.
 """
 
 from __future__ import annotations
 
 import argparse
 import shlex
+import shutil
 from collections.abc import Callable, Iterable
 from functools import partial
 from multiprocessing import get_context
@@ -33,7 +35,7 @@ from sparcel import delta
 
 LR = 1e-6
 ELEMENTS = 250_000_000
-VERSIONS, WORKERS = 4, 8
+VERSIONS, WORKERS, RUNS = 4, 8, 4
 
 
 class Worker:
@@ -105,6 +107,8 @@ def measured(
         worker.join()
     if mirror is not None:
         beside += sum(file.stat().st_size for file in mirror.iterdir())
+        shutil.rmtree(mirror)
+    shutil.rmtree(store)
     return {"way": label, "whole_s": seconds[0], "changed_s": median(seconds[1:]), "beside": beside}
 
 
@@ -118,8 +122,9 @@ def main() -> None:
     origin["command"] = shlex.join(["python", *itself(), "FOLDER", "PLACE"])
     versions = [tiled(file, ELEMENTS) for file in pairs(given.folder, [LR], VERSIONS)[LR]]
     rows = []
-    for label, mirror in (("a subscriber each", None), ("one mirror", given.place / "mirror")):
-        store = given.place / f"store-{len(rows)}"
+    ways = ("a subscriber each", None), ("one mirror", given.place / "mirror")
+    for label, mirror in ways * RUNS:
+        store = given.place / "store"
         publisher = delta.Publisher(store)
         steps = [partial(publisher.publish, model) for model in versions]
         rows.append(measured(label, mirror, store, steps))

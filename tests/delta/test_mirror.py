@@ -166,7 +166,7 @@ def test_other_libraries_find_tied_tensors_under_each_name(tmp_path: Path) -> No
     follower.close()
     File(shared(file, writes=True), "").copies()["head"].view(torch.int16)[0] ^= 1
     assert not same(load_file(file), copied(models[0]))
-    Follower(tmp_path / "store", tmp_path / PLACE).update(0)
+    HostSubscriber(tmp_path / "store", tmp_path / PLACE).go_to(0)
     assert same(load_file(file), copied(models[0]))
     worker.load()
     assert same(worker.weights, models[0])

@@ -16,13 +16,6 @@ Cast: TypeAlias = Callable[[str, Tensor], Mapping[str, Tensor]]
 """Makes of a tensor and its name those that are served, by name: values and their scales."""
 
 
-def checked_cast(cast: Cast | None) -> Cast | None:
-    """Return a cast, or raise InputError unless it can be called."""
-    if cast is None or callable(cast):
-        return cast
-    raise InputError(f"a cast is a function of a name and a tensor, got {type(cast).__name__}")
-
-
 @torch.no_grad()
 def served(tensors: Mapping[str, Tensor], cast: Cast | None) -> Mapping[str, Tensor]:
     """Return what a cast makes of each tensor; of tied ones it makes tied ones.

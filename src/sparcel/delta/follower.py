@@ -15,7 +15,6 @@ from sparcel.delta.bits import bits_of
 from sparcel.delta.chunk import Version
 from sparcel.delta.files import File, anchor_file
 from sparcel.delta.kept import Step
-from sparcel.delta.making import version_of
 from sparcel.delta.mirror_files import (
     COMING,
     PAGE,
@@ -24,6 +23,7 @@ from sparcel.delta.mirror_files import (
     changes_name,
     changes_of,
     is_passing,
+    is_version,
 )
 from sparcel.delta.prepared import Prepared
 from sparcel.delta.subscriber import AHEAD, Ready, Subscriber
@@ -162,10 +162,10 @@ class Follower:
             if not file:
                 return
             try:
-                self._map(file)
+                weights = self._map(file)
             except (FormatError, OSError):
                 return
-            is_whole = is_whole and self._is_sound(told)
+            is_whole = is_whole and is_version(weights, told)
         if self.version != told or not is_whole:
             self._keep(told if is_whole else None)
 
@@ -191,17 +191,11 @@ class Follower:
             self._folder.remove(other)
         return True
 
-    def _map(self, file: int) -> None:
+    def _map(self, file: int) -> File:
         """Map the weights, which are in another file by now."""
-        mapped = File(shared(self._folder.path / WEIGHTS, writes=True), WEIGHTS)
-        self._tensors, self._copies, self._file = mapped.tensors(), mapped.copies(), file
-
-    def _is_sound(self, version: Version) -> bool:
-        """Read all weights, and tell whether they are a version."""
-        return version_of(self._tensors, version.number) == version and all(
-            torch.equal(bits_of(copy), bits_of(self._tensors[name]))
-            for name, copy in self._copies.items()
-        )
+        weights = File(shared(self._folder.path / WEIGHTS, writes=True), WEIGHTS)
+        self._tensors, self._copies, self._file = weights.tensors(), weights.copies(), file
+        return weights
 
     def _keep(self, version: Version | None) -> None:
         self._subscriber = Subscriber(self._store, self._tensors)

@@ -83,10 +83,10 @@ class HostSubscriber:
                     f"{self._place} is at version {self._newest()}, and did not go to {wanted} in"
                     f" {_PATIENCE:g} seconds: all processes that share it must go there"
                 )
-            if self._follow(wanted):
-                wanted = read_index(self._store).numbered(number)
-            else:
+            if not self._follow(wanted):
                 time.sleep(_PAUSE)
+            elif not self.is_at(wanted):  # the store has another version of that number by now
+                wanted = read_index(self._store).numbered(number)
         return wanted
 
     def is_at(self, version: Version) -> bool:

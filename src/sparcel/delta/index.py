@@ -156,8 +156,8 @@ class Index:
         useless = f"; {', '.join(few(sorted(without)))} cannot be used" if without else ""
         return (
             f"no files lead from {start} to version {wanted}: the newest whole models are of"
-            f" versions {newest}{useless}; wait for the next whole model, which a publisher also"
-            " makes when it is restarted and cannot read the newest version either"
+            f" versions {newest}{useless}; wait for the next whole model; a publisher that is"
+            " restarted makes one at once if it cannot read the newest version either"
         )
 
 

@@ -18,7 +18,7 @@ from sparcel.delta.chunk import Version, read_chunk
 from sparcel.delta.files import File
 from sparcel.delta.index import Entry
 from sparcel.delta.making import version_of
-from sparcel.delta.parts import parts_of, tensors_of, untied
+from sparcel.delta.parts import elements_of, parts_of, tensors_of
 from sparcel.delta.prepared import Inverse, Prepared, Target
 from sparcel.delta.reading import check_stated, files_of, read_ahead
 from sparcel.delta.slices import Only, Sliced, checked_only
@@ -132,8 +132,7 @@ class Kept:
         step: Step
         if entry.base is None:
             tensors = sliced_of(files, only, entry.version)
-            elements = sum(part.piece.count for part in untied(parts_of(tensors)).values())
-            entry = replace(entry, elements=elements)
+            entry = replace(entry, elements=elements_of(parts_of(tensors)))
             step = Whole(entry.version, tensors, self.target, self._given, self._is_strict, newest)
         else:
             told = (chunks_of(file, only, entry.base, entry.version) for file in files)

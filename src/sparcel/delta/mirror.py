@@ -14,8 +14,7 @@ from sparcel.delta.bits import bits_of
 from sparcel.delta.change import Change
 from sparcel.delta.chunk import Version
 from sparcel.delta.files import File
-from sparcel.delta.making import version_of
-from sparcel.delta.mirror_files import PAGE, WEIGHTS, Page, changes_of, mapped_tensors
+from sparcel.delta.mirror_files import PAGE, WEIGHTS, Page, changes_of, is_version, mapped_tensors
 from sparcel.delta.parts import owners, parts_of
 from sparcel.delta.prepared import whole_changes
 from sparcel.errors import FormatError, InputError, VersionError
@@ -147,14 +146,13 @@ class Mirror:
             sequence = self._whole()
             if sequence is None:
                 return False
-            version, file = self._page.told()
+            version, _ = self._page.told()
             try:
-                self._map(file)
-                found = version_of(self._tensors, version.number)
-            except (FormatError, VersionError):
+                found = is_version(File(self._folder.mapped(WEIGHTS), WEIGHTS), version)
+            except (FormatError, FileNotFoundError):
                 return False
             if self._page.sequence == sequence:
-                return found == version
+                return found
 
     def _opened(self) -> Page:
         """Begin with the mirror that is there now, and return its page."""

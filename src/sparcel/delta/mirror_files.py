@@ -16,11 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from sparcel._files import shared
+from sparcel.delta.bits import bits_of
 from sparcel.delta.chunk import Version
 from sparcel.delta.files import File
+from sparcel.delta.making import version_of
 from sparcel.errors import FormatError
 
 PAGE, WEIGHTS, COMING = "mirror.page", "model.safetensors", "coming"
@@ -82,6 +85,15 @@ def mapped_tensors(path: Path) -> dict[str, Tensor]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable")
         return File(shared(path, writes=False), path.name).tensors()
+
+
+def is_version(weights: File, version: Version) -> bool:
+    """Read all weights, under each name of tied ones, and tell whether they are a version."""
+    tensors = weights.tensors()
+    return version_of(tensors, version.number) == version and all(
+        torch.equal(bits_of(copy), bits_of(tensors[name]))
+        for name, copy in weights.copies().items()
+    )
 
 
 def changes_name(base: Version, version: Version) -> str:

@@ -245,6 +245,11 @@ def ties_of(parts: Mapping[str, Part]) -> dict[str, str]:
     return {name: owner for name, owner in owners(parts).items() if name != owner}
 
 
+def elements_of(parts: Mapping[str, Part]) -> int:
+    """Return how many elements parts hold; those of tied ones count once."""
+    return sum(part.piece.count for part in untied(parts).values())
+
+
 def untied(parts: Mapping[str, Part]) -> dict[str, Part]:
     """Return one part, the owner, of all that share the same memory."""
     return {name: parts[name] for name, owner in owners(parts).items() if name == owner}

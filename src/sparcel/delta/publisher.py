@@ -10,17 +10,17 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sparcel._checks import checked_flag, checked_whole
+from sparcel._checks import check_callable, checked_flag, checked_whole
 from sparcel.delta.applying import apply_, write_in_turn
 from sparcel.delta.base import copied, remembered
-from sparcel.delta.casting import Cast, checked_cast, served
+from sparcel.delta.casting import Cast, served
 from sparcel.delta.chunk import Chunk, Version, read_chunk
 from sparcel.delta.encoding import encode_parts
 from sparcel.delta.files import NOTHING_TO_PUBLISH, File, anchor_file, check_storable, delta_file
 from sparcel.delta.index import Entry, Index, file_name
 from sparcel.delta.index_writer import IndexWriter
 from sparcel.delta.making import CODES, version_of
-from sparcel.delta.parts import Part, Weights, parts_of, tensors_of, ties_of, untied
+from sparcel.delta.parts import Part, Weights, elements_of, parts_of, tensors_of, ties_of
 from sparcel.delta.subscriber import Subscriber
 from sparcel.errors import FormatError, InputError, VersionError, checked_name, shown
 from sparcel.stores import Store, mapped, store_at
@@ -96,6 +96,8 @@ class Publisher:
         checked_name(code, CODES, "code")
         checked_whole(anchor_every, "anchor_every", at_least=1)
         checked_whole(lag, "lag", at_least=0)
+        if cast is not None:
+            check_callable(cast, "cast")
         if bracketed and base is not None:
             raise InputError("a bracketed publisher keeps no base; leave base= out")
         if bracketed and cast is not None:
@@ -106,7 +108,7 @@ class Publisher:
         self.version: Version | None = None
         self._bracketed = bracketed
         self._noted: Mapping[str, Part] = {}
-        self._store, self._code, self._cast = store_at(store), code, checked_cast(cast)
+        self._store, self._code, self._cast = store_at(store), code, cast
         self._anchor_every, self._apart = anchor_every, checked_flag(apart, "apart")
         self._file = None if base is None else Path(base)
         self._base: dict[str, Tensor] = {}
@@ -194,7 +196,7 @@ class Publisher:
         chunks = list(encode_parts(now, old, self._code, since, number, apart=self._apart))
         read = [read_chunk(chunk) for chunk in chunks]
         version = since.after(number, sum(chunk.sum for chunk in read))
-        return _Delta(chunks, read, since, version, _elements(now))
+        return _Delta(chunks, read, since, version, elements_of(now))
 
     def _commit_delta(self, delta: _Delta) -> None:
         listed = delta.read if self._apart else ()
@@ -204,7 +206,7 @@ class Publisher:
 
     def _commit_anchor(self, version: Version) -> Version:
         file = anchor_file(self._base, version, for_store=True)
-        elements = _elements(parts_of(self._base))
+        elements = elements_of(parts_of(self._base))
         self._commit(None, version, file, elements, elements)
         return version
 
@@ -271,10 +273,6 @@ class Publisher:
         last = self._last_anchor().version.number
         numbers = {entry.version.number for entry in self._index.entries}
         return sum(number > last for number in numbers)
-
-
-def _elements(parts: Mapping[str, Part]) -> int:
-    return sum(part.piece.count for part in untied(parts).values())
 
 
 def _check_whole(parts: Mapping[str, Part]) -> None:

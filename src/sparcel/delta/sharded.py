@@ -11,12 +11,12 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from sparcel._checks import checked_flag, checked_whole
+from sparcel._checks import check_callable, checked_flag, checked_whole
 from sparcel.comm import Group, resolve
 from sparcel.delta.applying import write_in_turn
 from sparcel.delta.base import copied
 from sparcel.delta.bits import key_of, signed
-from sparcel.delta.casting import Cast, checked_cast
+from sparcel.delta.casting import Cast
 from sparcel.delta.chunk import Chunk, Version, read_chunk
 from sparcel.delta.encoding import encode_parts
 from sparcel.delta.files import delta_file
@@ -24,7 +24,7 @@ from sparcel.delta.index import file_name
 from sparcel.delta.index_writer import IndexWriter
 from sparcel.delta.making import CODES
 from sparcel.delta.owned import Held, checked, gathered, owned
-from sparcel.delta.parts import Part, Weights, ties_of, untied
+from sparcel.delta.parts import Part, Weights, elements_of, ties_of
 from sparcel.delta.pieces import Piece
 from sparcel.errors import InputError, MismatchError, VersionError, checked_name, shown
 from sparcel.stores import Store, store_at
@@ -80,8 +80,10 @@ class ShardedPublisher:
         checked_name(code, CODES, "code")
         checked_whole(anchor_every, "anchor_every", at_least=1)
         checked_whole(lag, "lag", at_least=0)
+        if cast is not None:
+            check_callable(cast, "cast")
         self.version: Version | None = None
-        self._code, self._anchor_every, self._cast = code, anchor_every, checked_cast(cast)
+        self._code, self._anchor_every, self._cast = code, anchor_every, cast
         self._apart = checked_flag(apart, "apart")
         self._comm = resolve(group)
         self._writer = f"{self._comm.gather_numbers(secrets.randbits(62))[0]:016x}"
@@ -239,8 +241,7 @@ class ShardedPublisher:
         self._together(
             lambda: self._index_writer.prove(names[(comm.rank + 1) % comm.size], version)
         )
-        elements = sum(part.piece.count for part in untied(parts).values())
-        mine = (size, elements, sum(chunk.changed for chunk in read))
+        mine = (size, elements_of(parts), sum(chunk.changed for chunk in read))
         counts = [sum(comm.gather_numbers(count)) for count in mine]
         if self.version != version:
             self._outcome = f"the index tells whether version {version} is published"

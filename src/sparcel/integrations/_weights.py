@@ -112,7 +112,7 @@ def checked_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     raise InputError(f"dtype is one of torch's dtypes of floats, such as bfloat16, got {dtype!r}")
 
 
-def facts_of(store: Store, version: Version) -> tuple[float, int]:
+def facts_of(store: Store | str, version: Version) -> tuple[float, int]:
     """Return the share of elements that a version changes, and the bytes of its files."""
     entry = next(one for one in read_index(store).entries if one.version == version)
     return entry.changed / entry.elements, entry.bytes

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparcel.delta import ShardedPublisher, Version, store_at
+from sparcel.delta import ShardedPublisher, Version
 from sparcel.errors import CommunicationError, InputError
 from sparcel.integrations._ranks import agreed
 from sparcel.integrations._weights import facts_of, on_host
@@ -139,5 +139,5 @@ class _Updates:
                 raise CommunicationError(f"{method} of an engine: {answer.get('message')}")
 
     def _told(self, version: Version) -> dict[str, float]:
-        share, size = facts_of(store_at(self.args.update_weight_disk_dir), version)
+        share, size = facts_of(self.args.update_weight_disk_dir, version)
         return {"perf/update_weights_density": share, "perf/update_weights_wire_bytes": size}

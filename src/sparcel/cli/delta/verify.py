@@ -154,9 +154,8 @@ class _Checking:
         from sparcel.delta.reading import check_stated
 
         check_stated(entry, files)
-        if files[0].whole:
-            files[0].block_sums(entry.version)
         if entry.base is None and files[0].whole:
+            files[0].block_sums(entry.version)
             return _anchor_faults(whole_of(files), entry.version)
         base = entry.base or files[0].version("base")
         faults = _delta_faults(files, base, entry.version)

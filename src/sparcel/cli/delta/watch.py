@@ -128,9 +128,9 @@ class _Watching:
             return
         with writing(file):
             file.parent.mkdir(parents=True, exist_ok=True)
-        with writing(file), replacing(file) as written:
-            for part in anchor_file(reader.tensors, reader.version):
-                written.write(part)
+            with replacing(file) as written:
+                for part in anchor_file(reader.tensors, reader.version):
+                    written.write(part)
         self._written = reader.version
 
     def _show(self, index: Index) -> None:
