@@ -91,7 +91,7 @@ def test_what_a_cast_may_not_return(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=match):
             Publisher(tmp_path, cast=cast).publish(weights)
-    with pytest.raises(InputError, match="^cast must be a function, got dtype$"):
+    with pytest.raises(InputError, match=r"^cast must be a function, got dtype$"):
         Publisher(tmp_path, cast=torch.float16)  # type: ignore[arg-type]
     tied = {"a": weights["a"], "b": weights["a"]}
     for cast in (

@@ -90,8 +90,8 @@ def anchor_file(
 ) -> Iterator[bytes | memoryview]:
     """Yield the parts of a file with whole tensors, by their own names.
 
-    Tied ones come under each of them: other libraries do not know the ties that the file tells, and
-    some load one name only.
+    Tied tensors come under each of their names: other libraries do not know the ties that the file
+    tells, and some load one name only.
 
     Parameters
     ----------
@@ -100,8 +100,8 @@ def anchor_file(
     version
         What they are.
     for_store
-        Whether tied ones come once, and the sum of each block of 4 MiB is told, so that a reader of
-        some can check these.
+        Whether tied tensors come once, and the file tells the sum of each block of 4 MiB, so that a
+        reader of some blocks can check these.
     """
     own = {plain: name for name, plain in model_names(tensors).items()}
     every = {own[name]: part for name, part in parts_of(tensors).items()}

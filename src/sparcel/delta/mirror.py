@@ -88,8 +88,8 @@ class Mirror:
     def tensors(self) -> Mapping[str, Tensor]:
         """The weights by name, mapped anew each time; none before `update` has found a version.
 
-        What they hold changes when another version is written. What is written to them, as some
-        engines' loaders do, nobody else sees.
+        Their values change when another version is written. They may be written to, as some
+        engines' loaders do: other processes do not see that.
         """
         return File(self._folder.mapped(WEIGHTS), WEIGHTS).tensors() if self._file else {}
 
