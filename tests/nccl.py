@@ -37,7 +37,7 @@ from sparcel.formats import Format
 from sparcel.ops import SUM
 from sparcel.schemes import Hierarchical
 from sparcel.training import Averager
-from sparcel.training.shard import Shard
+from sparcel.training.ranks import Shard
 from sparcel.wire import Wire
 from tests.card import CARD, OnCard, moved, on_card, seen
 from tests.ddp.models import MANY_BUCKETS

@@ -24,7 +24,7 @@ from benchmarks.training.task_training import Method, Run, evaluate
 from benchmarks.training.tasks import TASKS
 from sparcel.comm import Communicator
 from sparcel.optim import LARS
-from sparcel.training import Averager, flush
+from sparcel.training import Averager, residuals
 
 RANKS, STEPS = 4, 1000
 AFTER = 300
@@ -53,7 +53,7 @@ class Switched(Run):
         if step == self.switch:
             self.age = averager.handle.memory_age()
             averager.handle.switch("dense")
-            if not flush.FLUSH_STEPS:
+            if not residuals.FLUSH_STEPS:
                 averager._session.residuals.flush.owed.clear()
 
     def update(self, step: int) -> None:
@@ -69,7 +69,7 @@ def train(
     """Train once, and return the row."""
     method = Method("topk", "topk", {"density": density})
     at = round(switch * STEPS)
-    with patch.object(flush, "FLUSH_STEPS", steps):
+    with patch.object(residuals, "FLUSH_STEPS", steps):
         run = Switched(data, task, method, seed, lars, at)
         sparcel.simulate(RANKS, run.rank)
     tens = torch.tensor(run.losses[at - 100 : at + AFTER]).view(-1, 10).mean(1)

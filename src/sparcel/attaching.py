@@ -21,9 +21,13 @@ from sparcel.optim import is_muon
 from sparcel.rates import Rates
 from sparcel.schemes import Scheme, Settings, chosen_scheme
 from sparcel.training import Averager, Carrier, Handle, Policy, Scope, stays_dense
-from sparcel.training.checks import check_updates, checked_optimizers, warn_if_alone
-from sparcel.training.driver import Driver
-from sparcel.training.momentum import check_momentum
+from sparcel.training.driver import (
+    Driver,
+    check_momentum,
+    check_updates,
+    checked_optimizers,
+    warn_if_alone,
+)
 from sparcel.training.names import model_patterns
 
 if TYPE_CHECKING:

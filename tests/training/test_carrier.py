@@ -16,7 +16,7 @@ from sparcel.comm import Communicator, TorchCommunicator, carry
 from sparcel.comm.torch import rendezvous
 from sparcel.errors import InputError, MismatchError
 from sparcel.schemes import TopK
-from sparcel.training.carrier import Carrier, check_carrier, connected
+from sparcel.training.ranks import Carrier, check_carrier, connected
 from tests.card import moved, on_card, seen
 from tests.evenly import even_averager
 from tests.training.tensors import SCHEMES, TENSORS, Named, gradients_of

@@ -12,7 +12,7 @@ from sparcel.cost import stated_rates
 from sparcel.errors import MismatchError
 from sparcel.schemes import TopK
 from sparcel.training import Averager
-from sparcel.training.shard import Shard
+from sparcel.training.ranks import Shard
 from tests.evenly import even_averager
 
 

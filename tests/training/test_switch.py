@@ -28,7 +28,7 @@ from sparcel.schemes import (
     TopK,
 )
 from sparcel.training import Averager, Scope
-from sparcel.training.flush import FLUSH_STEPS
+from sparcel.training.residuals import FLUSH_STEPS
 from tests.evenly import even_averager
 from tests.sampling import meeting
 from tests.strategies import same_bits

@@ -15,7 +15,7 @@ from sparcel import simulate
 from sparcel.comm import Communicator
 from sparcel.schemes import Dense, Hierarchical, Scheme, TopK
 from sparcel.training import Averager, Scope
-from sparcel.training.flush import FLUSH_STEPS
+from sparcel.training.residuals import FLUSH_STEPS
 from tests.evenly import even_averager
 from tests.sampling import meeting
 from tests.strategies import same_bits

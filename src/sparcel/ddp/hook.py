@@ -8,17 +8,16 @@ each bucket every time.
 # DDP looks at the annotations of its hook and takes no strings: no postponed evaluation here.
 
 import weakref
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from sparcel.ddp.model import check_join
-from sparcel.ddp.rebuild import RebuildGuard
-from sparcel.errors import CommunicationError
+from sparcel.errors import CommunicationError, InputError
 from sparcel.memory import Range
-from sparcel.training import Averager
+from sparcel.training import Averager, Handle
 from sparcel.training.names import model_name
 
 
@@ -48,7 +47,7 @@ class Hook:
             )
         model = self._model()
         if model is not None and model._join_config.enable:
-            check_join(model)
+            _check_join(model)
         gradient = bucket.buffer()
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
         future: torch.futures.Future[Tensor] = torch.futures.Future(
@@ -92,7 +91,7 @@ class Hook:
             self._steps_to_rebuild -= 1
             model = self._model()
             if model is not None and not self._steps_to_rebuild:
-                RebuildGuard(model, self._averager.handle)
+                _RebuildGuard(model, self._averager.handle)
 
 
 def _places(bucket: GradBucket) -> list[Range]:
@@ -101,3 +100,47 @@ def _places(bucket: GradBucket) -> list[Range]:
     starts = [int(gradient.storage_offset()) - first for gradient in bucket.gradients()]
     parameters = bucket.parameters()
     return [(start, start + p.numel()) for start, p in zip(starts, parameters, strict=True)]
+
+
+def _check_join(model: DistributedDataParallel) -> None:
+    """Refuse averages over the ranks that still have data, in `DistributedDataParallel.join`."""
+    if not model._divide_by_initial_world_size:
+        raise InputError(
+            "join(divide_by_initial_world_size=False) averages over the ranks that still have data,"
+            " and sparcel averages over all ranks, which all owe what they keep back; leave it out"
+        )
+
+
+class _RebuildGuard:
+    """Makes the ranks wait for one another before and after DDP rebuilds its buckets, once.
+
+    DDP tells all ranks its new buckets at the start of a forward pass, by a collective of its own.
+    If a rank failed meanwhile, the others would get a RuntimeError of the engine without the cause.
+    Between the two waits no code of the user runs, so only a rank that is killed can fail there.
+    What stays an error of the engine: that, and any failure during the broadcast of buffers (as
+    BatchNorm has), which DDP repeats in every forward pass unless ``broadcast_buffers=False``.
+    """
+
+    _handle: Handle | None = None
+    """None in a copy of the model, where nothing is guarded."""
+
+    def __init__(self, model: DistributedDataParallel, handle: Handle) -> None:
+        self._handle = handle
+        self._hook = model.register_forward_pre_hook(self._before, prepend=True)
+
+    def __getstate__(self) -> None:
+        """Copy or pickle nothing."""
+
+    def _before(self, model: DistributedDataParallel, arguments: Any) -> None:
+        if self._handle is None or not torch.is_grad_enabled():
+            return  # DDP rebuilds its buckets in a later pass
+        self._hook.remove()
+        # In join(), a rank may have no forward pass. A closed handle refuses the backward pass.
+        if not model._join_config.enable and not self._handle.closed:
+            self._handle.meet()
+            self._hook = model.module.register_forward_pre_hook(self._after, prepend=True)
+
+    def _after(self, module: nn.Module, arguments: Any) -> None:
+        if self._handle is not None:
+            self._hook.remove()
+            self._handle.meet()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from sparcel.errors import InputError
-from sparcel.fsdp.groups import Group, Held, initialize
+from sparcel.fsdp.groups import Held, ParameterGroup, initialize
 from sparcel.training import Ahead, Follower
 
 Outputs = tuple[Tensor, ...]
@@ -30,7 +30,7 @@ class AheadShards(Follower):
         When FSDP does not ask for the shards before it gathers them.
     """
 
-    def __init__(self, model: nn.Module, groups: Sequence[Group], ahead: Ahead) -> None:
+    def __init__(self, model: nn.Module, groups: Sequence[ParameterGroup], ahead: Ahead) -> None:
         _check(groups)
         self._model = model
         self._called: nn.Module | None = None
@@ -95,7 +95,7 @@ class _Gather:
         The parameters that can be moved, each with what FSDP calls before it gathers and after it.
     """
 
-    def __init__(self, group: Group, ahead: Ahead) -> None:
+    def __init__(self, group: ParameterGroup, ahead: Ahead) -> None:
         self.group, self._ahead = group, ahead
         self.extensions = [
             (held, _Before(self, held), _after) for held in group.held if held.name in ahead.names
@@ -200,7 +200,7 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _check(groups: Sequence[Group]) -> None:
+def _check(groups: Sequence[ParameterGroup]) -> None:
     for group in groups:
         if group.keeps_part_between:
             raise InputError(

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from sparcel.comm import Group
+from sparcel._checks import check_type
+from sparcel.comm import Group, size_of
+from sparcel.errors import InputError, warn_on_rank_0
 from sparcel.fsdp.ahead import AheadShards
-from sparcel.fsdp.groups import Parameters, groups_of, recover
-from sparcel.fsdp.hook import Hook
-from sparcel.fsdp.model import check_groups, checked_mesh, checked_root, is_copied
-from sparcel.fsdp.ranks import Replicas, checked_columns, checked_replicas, group_of_all
+from sparcel.fsdp.groups import ParameterGroup, Parameters, groups_of, recover
+from sparcel.fsdp.hook import GroupHook, Hook
 from sparcel.training import Averager, Shard
-from sparcel.training.following import watch_steps
+from sparcel.training.driver import Unaveraged, watch_steps
 from sparcel.training.names import model_name
-from sparcel.training.unaveraged import Unaveraged
+
+Replicas: TypeAlias = DeviceMesh | dist.ProcessGroup | None
+"""The ranks that hold the same shard of a model: ``mesh["replicate"]``, or a process group."""
+
+_MESH = 'mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))'
+
+_SHARD = f'{_MESH}; fully_shard(module, mesh=mesh["shard"]) for each block and for the model'
+_ATTACH = 'sparcel.attach(model, replicate=mesh["replicate"])'
 
 _WAS_LATE = "was no part of the model when it was attached"
 _WAY_OUT = "apply fully_shard to it, close() the handle, attach again"
@@ -38,16 +50,16 @@ class FSDPDriver:
     withhold_zeros: bool = False
 
     def __init__(self, model: object, replicate: Replicas, group: Group) -> None:
-        self._model = root = checked_root(model)
+        self._model = root = _checked_root(model)
         recover(root)
-        self._groups = check_groups(groups_of(root))
-        replicas = checked_replicas(replicate)
+        self._groups = _check_groups(groups_of(root))
+        replicas = _checked_replicas(replicate)
         parameters = Parameters(held for group in self._groups for held in group.held)
         mesh = checked_mesh(parameters)
-        columns = checked_columns(replicas, mesh)
-        self.group = group_of_all(columns, replicas, mesh.device_type, group)
+        columns = _checked_columns(replicas, mesh)
+        self.group = _group_of_all(columns, replicas, mesh.device_type, group)
         number = next(n for n, ranks in enumerate(columns) if dist.get_rank() in ranks)
-        copied = frozenset(n for n, one in parameters.items() if is_copied(one, mesh))
+        copied = frozenset(n for n, one in parameters.items() if _is_copied(one, mesh))
         self.shard: Shard | None = Shard(number, parameters, copied)
         self.tensors: Mapping[str, Tensor] = {
             name: whole.to_local().detach() for name, whole in parameters.items()
@@ -84,3 +96,200 @@ def is_sharded(model: object) -> bool:
         and not isinstance(model, DistributedDataParallel)
         and any(isinstance(module, FSDPModule) for module in model.modules())
     )
+
+
+def _checked_root(model: object) -> nn.Module:
+    """Return a model that FSDP was applied to as a whole, or raise an `InputError`."""
+    if isinstance(model, FSDPModule) and isinstance(model, nn.Module):
+        return model
+    check_type(model, nn.Module, "model")
+    assert isinstance(model, nn.Module)
+    inside = [path for path, one in model.named_modules() if isinstance(one, FSDPModule)]
+    if not inside:
+        raise InputError(
+            f"replicate= is for models of fully_shard, and the model is a {type(model).__name__};"
+            f" {_SHARD}; or leave replicate out for DistributedDataParallel"
+        )
+    if hasattr(model, "_orig_mod"):
+        raise InputError(
+            "the model is compiled; attach before that: sparcel.attach(model, ...) and then"
+            " torch.compile(model)"
+        )
+    raise InputError(
+        f"fully_shard was applied to parts of the model, such as {inside[0]!r}, and not to the"
+        " model itself, so nobody averages its other parameters; apply it to the model, too"
+    )
+
+
+def _check_groups(modules: Sequence[Sequence[ParameterGroup]]) -> list[ParameterGroup]:
+    """Return the groups of all modules that FSDP was applied to, each with one group.
+
+    Raises
+    ------
+    InputError
+        When a hook cannot average their gradients over replicas.
+    """
+    for of_one in modules:
+        if len(of_one) > 1:
+            raise InputError(
+                "shard_placement_fn shards the parameters of one module over several meshes, for"
+                " which FSDP has no hook; apply fully_shard to the parts of the module, each with"
+                " its mesh"
+            )
+    groups = [group for of_one in modules for group in of_one]
+    if not any(group.held for group in groups):
+        raise InputError("the model has no parameters to train that FSDP shards")
+    for group in groups:
+        if group.ranks_that_replicate > 1:
+            _refuse_replicas(group)
+        if isinstance(group.hook, GroupHook) and not group.hook.hook.closed:
+            raise InputError("the model is attached already; close() that handle first")
+        if group.hook is not None and not isinstance(group.hook, GroupHook):
+            raise InputError(
+                f"the model has an all-reduce hook already ({group.hook!r}), and FSDP takes only"
+                " one for each module; attach a model without it"
+            )
+    for held in (held for group in groups for held in group.held):
+        if held.shard.is_meta:
+            raise InputError(
+                f"{held.name!r} is on the meta device; attach after model.to_empty(device=...), and"
+                " after its parameters were initialised or loaded"
+            )
+    if any(group.has_divisor for group in groups):
+        warn_on_rank_0(
+            "set_gradient_divide_factor(f) divides the sums over shards, and sparcel averages over"
+            " the replicas; for the gradients that HSDP has, give f / replicas"
+        )
+    return groups
+
+
+def _is_copied(parameter: DTensor, mesh: DeviceMesh) -> bool:
+    """Tell whether several ranks of a mesh hold the same shard of a parameter."""
+    own = parameter.device_mesh
+    return own.size() < mesh.size() or any(
+        isinstance(placement, Replicate) and own.size(dimension) > 1
+        for dimension, placement in enumerate(parameter.placements)
+    )
+
+
+def checked_mesh(parameters: Mapping[str, DTensor]) -> DeviceMesh:
+    """Return the mesh of the ranks that hold a replica of the model together.
+
+    Under tensor parallelism that is one of two dimensions, and some parameters are on a part of it.
+
+    Raises
+    ------
+    InputError
+        When parameters are on ranks that are in no common mesh.
+    """
+    meshes = {parameter.device_mesh for parameter in parameters.values()}
+    largest = max(meshes, key=lambda mesh: mesh.size())
+    ranks = set(largest.mesh.flatten().tolist())
+    if not all(ranks.issuperset(mesh.mesh.flatten().tolist()) for mesh in meshes):
+        raise InputError(
+            f"no mesh has all the ranks that hold the model, got {sorted(map(str, meshes))}; shard"
+            " all parameters over one mesh, or over parts of one"
+        )
+    return largest
+
+
+def _refuse_replicas(group: ParameterGroup) -> None:
+    """Refuse a group that FSDP averages densely over replicas by itself."""
+    assert isinstance(group.module, nn.Module)
+    if "replicate" in (_get_registry(group.module) or {}):
+        raise InputError(
+            f"replicate averages gradients densely over the {group.ranks_that_replicate} ranks of"
+            " its mesh; give it a mesh of one rank, and the ranks to sparcel: mesh ="
+            ' init_device_mesh(device, (ranks, 1), mesh_dim_names=("replicate", "alone"));'
+            f' replicate(module, mesh=mesh["alone"]); {_ATTACH}'
+        )
+    raise InputError(
+        "fully_shard over a mesh of two dimensions averages gradients densely over its"
+        f" {group.ranks_that_replicate} replicas; shard over the other dimension alone, and let"
+        f" sparcel average: {_SHARD}; {_ATTACH}"
+    )
+
+
+def _checked_replicas(replicate: object) -> dist.ProcessGroup:
+    """Return the process group that ``replicate=`` means."""
+    if isinstance(replicate, dist.ProcessGroup):
+        return replicate
+    if isinstance(replicate, DeviceMesh) and replicate.ndim == 1:
+        return replicate.get_group()
+    if replicate is None:
+        raise InputError(
+            "the model is sharded, so tell which ranks hold the same shards, for sparcel to average"
+            f' over them: sparcel.attach(model, replicate=mesh["replicate"]), where {_MESH}'
+        )
+    raise InputError(
+        f'replicate must be a mesh of one dimension, such as mesh["replicate"], or a process group,'
+        f" got {replicate!r}; {_MESH}"
+    )
+
+
+def _checked_columns(replicas: dist.ProcessGroup, mesh: DeviceMesh) -> list[tuple[int, ...]]:
+    """Return the ranks of each shard, in order, by their numbers in the default group; all call.
+
+    Parameters
+    ----------
+    replicas
+        The ranks that hold this rank's shard.
+    mesh
+        The ranks that hold the model together with this rank.
+
+    Raises
+    ------
+    InputError
+        When they do not form a grid.
+    """
+    columns = [tuple(dist.get_process_group_ranks(replicas))]
+    for dimension in range(mesh.ndim):
+        found = _gathered(columns, mesh.get_group(dimension))
+        columns = sorted({column for some in found for column in some})
+    ranks = {rank for column in columns for rank in column}
+    found = _gathered(columns, replicas)
+    if len(ranks) != mesh.size() * replicas.size() or any(one != columns for one in found):
+        raise InputError(
+            f"the ranks of replicate, {dist.get_process_group_ranks(replicas)}, and those that"
+            f" shard the model, {mesh.mesh.flatten().tolist()}, must form a grid; take both from"
+            f" one mesh: {_MESH}"
+        )
+    return columns
+
+
+def _group_of_all(
+    columns: list[tuple[int, ...]], replicas: dist.ProcessGroup, device: str, group: Group
+) -> Group:
+    """Return the group of all these ranks; ``group`` if it is given.
+
+    ``device`` is the type of device that the model is on.
+    """
+    ranks = sorted(rank for column in columns for rank in column)
+    if group is not None:
+        if (given := size_of(group)) != len(ranks):
+            raise InputError(
+                f"the model is on {len(ranks)} ranks, group has {given}; give the group of all of"
+                " them, or none"
+            )
+        return group
+    return group_of_ranks(ranks, replicas, device)
+
+
+def group_of_ranks(ranks: list[int], like: dist.ProcessGroup, device: str) -> dist.ProcessGroup:
+    """Return the group of some ranks of the default group, in order; these ranks call.
+
+    Its timeout is that of another group for a type of device.
+    """
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD  # type: ignore[return-value]
+    timeout = like._get_backend(torch.device(device)).options._timeout
+    made: dist.ProcessGroup = dist.new_group(
+        ranks, timeout=timeout, use_local_synchronization=True, group_desc="sparcel"
+    )
+    return made
+
+
+def _gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, value, group=group)
+    return found

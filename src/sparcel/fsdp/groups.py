@@ -72,7 +72,7 @@ class Held(NamedTuple):
             self.shard.__dict__.pop(name, None)
 
 
-class Group:
+class ParameterGroup:
     """The parameters whose gradients one reduce-scatter reduces, and one hook gets.
 
     Attributes
@@ -206,7 +206,7 @@ class Parameters(Mapping[str, DTensor]):
         return len(self._held)
 
 
-def groups_of(model: nn.Module) -> list[list[Group]]:
+def groups_of(model: nn.Module) -> list[list[ParameterGroup]]:
     """Return the groups of each set of modules that FSDP was applied to, parameters sharded."""
     modules: dict[int, FSDPModule] = {}
     for module in model.modules():
@@ -215,7 +215,7 @@ def groups_of(model: nn.Module) -> list[list[Group]]:
             modules.setdefault(id(module._get_fsdp_state()), module)
     names = {id(one): model_name(name) for name, one in model.named_parameters()}
     return [
-        [Group(module, inner, names) for inner in _inner_groups(module)]
+        [ParameterGroup(module, inner, names) for inner in _inner_groups(module)]
         for module in modules.values()
     ]
 

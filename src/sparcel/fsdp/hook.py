@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sparcel.errors import CommunicationError, InputError
-from sparcel.fsdp.groups import Group, call_after_backward, was_interrupted
+from sparcel.fsdp.groups import ParameterGroup, call_after_backward, was_interrupted
 from sparcel.memory import Range
 from sparcel.training import Averager
 from sparcel.training.layout import end_to_end
@@ -27,16 +27,18 @@ class Hook:
     add to them what is not averaged yet. So those that are there now are those of this pass.
     """
 
-    def __init__(self, model: nn.Module, groups: Sequence[Group], averager: Averager) -> None:
+    def __init__(
+        self, model: nn.Module, groups: Sequence[ParameterGroup], averager: Averager
+    ) -> None:
         self._averager: Averager | None = averager
         self._groups = groups
-        self._reduced: list[Group] = []
+        self._reduced: list[ParameterGroup] = []
         """The groups whose gradients FSDP is making."""
         self._queued: set[str] = set()
         """The names of what was queued in the pass under way."""
-        self._adding_up: set[Group] = set()
+        self._adding_up: set[ParameterGroup] = set()
         """The groups whose gradients hold passes that were not averaged yet."""
-        self._aside: dict[Group, list[tuple[DTensor, DTensor]]] = {}
+        self._aside: dict[ParameterGroup, list[tuple[DTensor, DTensor]]] = {}
         """The parameters of groups, each with its gradient of the steps before."""
         self._copies: list[tuple[Tensor, Tensor]] = []
         """Gradients, each with the range of a queued vector that will hold its update."""
@@ -58,7 +60,7 @@ class Hook:
         self._forward.remove()
         self._give_back(list(self._aside))
 
-    def take_note_of(self, group: Group) -> None:
+    def take_note_of(self, group: ParameterGroup) -> None:
         """Take note that FSDP is about to make a group's gradients."""
         if self.closed:
             raise CommunicationError(
@@ -103,7 +105,7 @@ class Hook:
         finally:
             self._give_back([one for one in self._aside if one not in self._adding_up])
 
-    def _give_back(self, groups: Iterable[Group]) -> None:
+    def _give_back(self, groups: Iterable[ParameterGroup]) -> None:
         """Add the gradients of the pass to those of the steps before; nothing is under way."""
         with torch.no_grad():
             for parameter, before in chain.from_iterable(self._aside.pop(one) for one in groups):
@@ -148,7 +150,7 @@ class Hook:
 class GroupHook:
     """What FSDP calls for one group."""
 
-    def __init__(self, hook: Hook, group: Group) -> None:
+    def __init__(self, hook: Hook, group: ParameterGroup) -> None:
         self.hook, self._group = hook, group
 
     def __call__(self, reduced: Tensor) -> None:

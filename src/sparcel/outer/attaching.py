@@ -27,7 +27,7 @@ from sparcel.outer.shared import Shared
 from sparcel.schemes import Scheme
 from sparcel.stores import Store
 from sparcel.training import Averager
-from sparcel.training.checks import check_updates, checked_optimizers, warn_if_alone
+from sparcel.training.driver import check_updates, checked_optimizers, warn_if_alone
 
 Place: TypeAlias = "Group | DeviceMesh | Store | str | os.PathLike[str]"
 """Where islands meet: see `attach`."""

@@ -25,7 +25,7 @@ from sparcel.memory import wide_dtype
 from sparcel.outer.model import Model, unwrapped
 from sparcel.outer.shared import Shared
 from sparcel.training import Shard, Stats
-from sparcel.training.carrier import connected
+from sparcel.training.ranks import connected
 
 _FAILED = -1
 

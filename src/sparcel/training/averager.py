@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sparcel._checks import checked_flag
+from sparcel._checks import check_callable, check_type, checked_flag
 from sparcel.comm import Communicator, Group, Job, carry
 from sparcel.device import GPUS
 from sparcel.errors import CommunicationError, InputError, checked_name
@@ -18,23 +18,28 @@ from sparcel.rates import Rates
 from sparcel.schemes import Scheme
 from sparcel.side_stream import refuse_capture
 from sparcel.training.ahead import Ahead, Arrange, in_order
-from sparcel.training.carrier import Carrier, check_carrier, connected
-from sparcel.training.checks import (
-    check_arguments,
-    check_device,
+from sparcel.training.handle import Handle
+from sparcel.training.layout import Queued, end_to_end
+from sparcel.training.policy import (
+    Policy,
+    Scope,
     check_gradient,
     check_gradients,
     check_vector,
+    stays_dense,
+    treat,
+)
+from sparcel.training.ranks import (
+    Carrier,
+    Ranks,
+    Shard,
+    check_carrier,
+    check_device,
+    connected,
     device_of,
 )
-from sparcel.training.handle import Handle
-from sparcel.training.layout import Queued, end_to_end
-from sparcel.training.policy import Policy, Scope, stays_dense, treat
-from sparcel.training.ranks import Ranks
 from sparcel.training.residuals import Residuals
-from sparcel.training.session import Session
-from sparcel.training.shard import Shard
-from sparcel.training.transaction import Transaction
+from sparcel.training.transaction import Session, Transaction
 
 
 class Averager:
@@ -128,7 +133,7 @@ class Averager:
         withhold_zeros: bool = False,
         shard: Shard | None = None,
     ) -> None:
-        check_arguments(tensors, scheme, scaler, policy, densities, rows, rates)
+        _check_arguments(tensors, scheme, scaler, policy, densities, rows, rates)
         withhold_zeros = checked_flag(withhold_zeros, "withhold_zeros")
         frontload = checked_flag(frontload, "frontload")
         template = scheme.fresh()
@@ -367,3 +372,28 @@ class Averager:
         step.include(names)
         session.step = step
         return step
+
+
+def _check_arguments(
+    tensors: Mapping[str, Tensor],
+    scheme: Scheme,
+    scaler: torch.amp.GradScaler | None,
+    policy: Policy,
+    densities: Mapping[str, float] | None,
+    rows: Collection[str],
+    rates: Rates | str | PathLike[str] | None,
+) -> None:
+    """Raise an `InputError` that names the argument of an averager that is of a wrong type."""
+    check_type(tensors, Mapping, "tensors", "such as dict(model.named_parameters())")
+    for name, tensor in tensors.items():
+        check_type(tensor, Tensor, f"tensors[{name!r}]")
+    check_type(scheme, Scheme, "scheme", "sparcel.scheme('topk') makes one")
+    if scaler is not None:
+        check_type(scaler, torch.amp.GradScaler, "scaler")
+    check_callable(policy, "policy")
+    if densities is not None:
+        check_type(densities, Mapping, "densities")
+    if isinstance(rows, str) or not isinstance(rows, Collection):
+        raise InputError(f"rows must be a list of names, got {rows!r}")
+    if not (rates is None or isinstance(rates, Rates | str | PathLike)):
+        raise InputError(f'rates must be Rates, "measure" or the path of a file, got {rates!r}')

@@ -17,9 +17,8 @@ from sparcel.errors import CommunicationError, InputError
 from sparcel.schemes import Bidirectional, Scheme, Settings, chosen_scheme
 from sparcel.schemes.bidirectional import RETURNED
 from sparcel.training import checkpoint
-from sparcel.training.checks import check_switch
-from sparcel.training.session import Session
 from sparcel.training.stats import Stats
+from sparcel.training.transaction import Session
 
 
 class Handle:
@@ -292,3 +291,13 @@ class Handle:
         Nothing can be exchanged after that. A communicator that was passed as ``group`` stays open.
         """
         self._session.close()
+
+
+def check_switch(before: Scheme, after: Scheme) -> None:
+    """Raise `InputError` unless what one scheme remembers means the same to another."""
+    if before.momentum != after.momentum:
+        raise InputError(
+            f"{before} corrects momentum={before.momentum:g}, and {after} corrects"
+            f" {after.momentum:g}: memory is a sum of velocities or of gradients, and the"
+            " optimiser's momentum has to fit; switch between schemes of the same momentum"
+        )

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from sparcel._checks import check_type
+from sparcel._checks import FLOAT_DTYPES, check_type
 from sparcel.errors import InputError, checked_name, warn_on_rank_0
 from sparcel.memory import Range, wide_dtype
 from sparcel.schemes import Scheme, checked_density
@@ -200,3 +200,59 @@ def _checked_densities(patterns: Mapping[str, float], names: Collection[str]) ->
             )
         found = dict.fromkeys(fitting, density) | found
     return found
+
+
+def check_vector(vector: Tensor, places: Mapping[str, Range], device: torch.device) -> None:
+    """Raise `InputError` unless a vector holds floats there, end to end, and places are a mapping.
+
+    An error that a job raised would end the communicator.
+    """
+    check_type(vector, Tensor, "vector")
+    check_type(places, Mapping, "places")
+    if vector.dtype not in FLOAT_DTYPES or vector.layout != torch.strided:
+        raise InputError(
+            f"a vector of tensors must be dense, of one of {FLOAT_DTYPES}, got {vector.dtype},"
+            f" {vector.layout}"
+        )
+    if vector.device != device:
+        raise InputError(
+            f"the averager was made for tensors on {device}, got a vector on {vector.device}"
+        )
+    if vector.ndim != 1 or not vector.is_contiguous():
+        raise InputError(
+            f"a vector of tensors must be one-dimensional and contiguous, got shape"
+            f" {tuple(vector.shape)}, strides {vector.stride()}; flatten it first"
+        )
+
+
+def check_gradients(gradients: Mapping[str, Tensor], treatment: Treatment) -> None:
+    """Raise `InputError` unless the gradients are like the tensors that they are to update."""
+    check_type(gradients, Mapping, "gradients")
+    tensors = treatment.tensors
+    if gradients.keys() != tensors.keys():
+        missing = sorted(tensors.keys() - gradients.keys())
+        unknown = sorted(gradients.keys() - tensors.keys())
+        raise InputError(
+            f"gradients must have the names of the averager's tensors; missing {missing}, unknown"
+            f" {unknown}; give zeros for a tensor that was not used"
+        )
+    for name, gradient in gradients.items():
+        check_gradient(name, gradient, treatment)
+
+
+def check_gradient(name: str, gradient: Tensor, treatment: Treatment) -> None:
+    """Raise `InputError` unless a gradient is like the tensor that it is to update."""
+    treatment.check_known(name)
+    check_type(gradient, Tensor, f"the gradient {name!r}")
+    tensor = treatment.tensors[name]
+    expected = tensor.shape, tensor.dtype, tensor.device, name in treatment.rows
+    found = gradient.shape, gradient.dtype, gradient.device, gradient.is_sparse
+    if found != expected:
+        raise InputError(
+            f"the gradient {name!r} must be {_described(*expected)}, got {_described(*found)};"
+            " name sparse gradients in rows="
+        )
+
+
+def _described(shape: torch.Size, dtype: torch.dtype, device: torch.device, sparse: bool) -> str:
+    return f"{'sparse' if sparse else 'dense'} {dtype} of shape {tuple(shape)} on {device}"

@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 from sparcel._checks import check_type, checked_number, checked_whole
 from sparcel.errors import InputError
 from sparcel.schemes import Scheme, chosen_scheme
-from sparcel.training.checks import check_switch
-from sparcel.training.handle import Handle
+from sparcel.training.handle import Handle, check_switch
 
 _HEAD = ("from", "to", "scheme", "lr", "resolution", "batch size")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 
 import torch
@@ -20,10 +21,59 @@ from sparcel.profiling import profiled
 from sparcel.schemes import Costs, Outcome, Request, Scheme, named
 from sparcel.side_stream import used_here
 from sparcel.stream import SparseStream
-from sparcel.training._rows import coalesced, poisoned
+from sparcel.training.ahead import Ahead
 from sparcel.training.layout import Queued, joined, zeros_in
-from sparcel.training.session import Session
+from sparcel.training.policy import Treatment
+from sparcel.training.ranks import Ranks
+from sparcel.training.residuals import Residuals
+from sparcel.training.stats import Tally
 from sparcel.wire import Wire
+
+
+@dataclass(eq=False)
+class Session:
+    """The exchange of a training's gradients, from its first step to its end.
+
+    Attributes
+    ----------
+    ranks, device
+        Who exchanges them, and where they are.
+    scaler, frontload, withhold_zeros
+        As for `sparcel.training.Averager`.
+    treatment, residuals
+        How each tensor is exchanged, which a switch of the scheme changes, and what is kept back.
+    step
+        The step that is being queued, if one is.
+    tally
+        What the steps have cost.
+    ahead
+        What tells where the memory would bring the parameters, if a driver has asked for it.
+    closed
+        Whether nothing can be exchanged any more.
+    undo
+        Callbacks that undo, at the end, what a driver has done to the user's objects.
+    """
+
+    ranks: Ranks
+    device: torch.device
+    scaler: torch.amp.GradScaler | None
+    frontload: bool
+    withhold_zeros: bool
+    treatment: Treatment
+    residuals: Residuals
+    step: Transaction | None = None
+    tally: Tally = field(default_factory=Tally)
+    ahead: Ahead | None = None
+    closed: bool = False
+    undo: ExitStack = field(default_factory=ExitStack)
+
+    def close(self) -> None:
+        """Exchange nothing more, and undo what the driver has done."""
+        self.closed = True
+        try:
+            self.undo.close()
+        finally:
+            self.ranks.close()
 
 
 class Transaction:
@@ -285,3 +335,31 @@ def _exchange_of(several: tuple[tuple[str, ...], ...]) -> Call:
     mix them up if their sizes are the same.
     """
     return Call.of("exchange", named(tuple(name for names in several for name in names)))
+
+
+def poisoned(rows: Tensor) -> Tensor:
+    """Return a sparse gradient of NaN with the same rows, or with the first if there are none."""
+    indices, values = rows.indices(), rows.values()
+    if not indices.numel() and rows.shape[0]:
+        indices, values = indices.new_zeros(1, 1), values.new_zeros(1, *rows.shape[1:])
+    return coalesced(indices[0], torch.full_like(values, math.nan), rows.shape)
+
+
+def coalesced(indices: Tensor, rows: Tensor, shape: torch.Size) -> Tensor:
+    """Return the sparse tensor that holds ``rows`` at sorted, unique ``indices``.
+
+    Up to torch 2.12, `torch.sparse_coo_tensor` warns that it checks nothing even if it is told to
+    check nothing. The operation that it calls does not warn.
+    """
+    coalesced: Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
+        1,
+        rows.ndim - 1,
+        shape,
+        indices.long()[None],
+        rows,
+        dtype=rows.dtype,
+        layout=torch.sparse_coo,
+        device=rows.device,
+        is_coalesced=True,
+    )
+    return coalesced
