@@ -28,12 +28,12 @@ from benchmarks.machine import itself, machine
 from benchmarks.record import Row, write
 from benchmarks.record import rows_of as recorded
 from sparcel.comm import world
+from sparcel.linear.gradient_descent import prepare
 from sparcel.linear.model import LinearModel
 from sparcel.linear.ranks import gathered
+from sparcel.linear.replicated import Exchange, Replicated
 from sparcel.linear.settings import Settings
-from sparcel.linear.sgd.replicated import Exchange, Replicated
 from sparcel.linear.trainer import Examples
-from sparcel.linear.training import prepare
 from sparcel.rows import shard
 from sparcel.stream import SparseStream
 

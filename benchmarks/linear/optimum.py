@@ -32,10 +32,11 @@ from benchmarks.machine import machine
 from benchmarks.record import Row, write
 from benchmarks.record import rows_of as recorded
 from sparcel.comm import Communicator, world
+from sparcel.linear.coordinate_descent import Scd
+from sparcel.linear.gradient_descent import prepare
 from sparcel.linear.ranks import gathered
 from sparcel.linear.settings import Settings
 from sparcel.linear.trainer import Examples
-from sparcel.linear.training import make_trainer
 from sparcel.rows import Rows, shard
 
 L2 = 1e-6
@@ -110,7 +111,8 @@ def trained(arm: Arm, rows: Rows, target: float, comm: Communicator | None) -> R
     start = time.perf_counter()
     settings = Settings(**{"l2": L2, "tol": None, "fit_intercept": False, **arm.settings})
     targets = targets_of(rows)
-    trainer = make_trainer(Examples(rows, targets), settings, comm)
+    make = Scd if settings.solver == "scd" else prepare
+    trainer = make(Examples(rows, targets), settings, comm)
     before, matrix = time.perf_counter() - start, matrix_of(rows)
     epochs: list[tuple[float, float, float, float]] = []
     objectives: list[float] = []

@@ -30,9 +30,9 @@ from benchmarks.record import Row, extend
 from sparcel import simulate
 from sparcel.comm import Network
 from sparcel.comm.simulated import Report, SimulatedCommunicator
+from sparcel.linear.gradient_descent import prepare
 from sparcel.linear.settings import Settings
 from sparcel.linear.trainer import Epoch, Examples
-from sparcel.linear.training import prepare
 from sparcel.rows import shard
 
 NETWORKS = {

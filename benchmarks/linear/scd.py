@@ -35,8 +35,8 @@ from sparcel import collectives
 from sparcel.collectives.plain_sum import plain_sum
 from sparcel.comm import Communicator, world
 from sparcel.kernels import index_dtype
+from sparcel.linear.coordinate_descent import Scd
 from sparcel.linear.ranks import gathered
-from sparcel.linear.scd.solver import Scd
 from sparcel.linear.settings import Settings
 from sparcel.linear.trainer import Examples
 from sparcel.rows import shard

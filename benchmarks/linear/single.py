@@ -22,10 +22,9 @@ from sklearn.linear_model import SGDClassifier
 from benchmarks.linear.data import SETS, make, rows_of
 from benchmarks.machine import machine
 from benchmarks.record import Row, write
+from sparcel.linear.gradient_descent import Sgd, prepare
 from sparcel.linear.settings import Settings
-from sparcel.linear.sgd.solver import Sgd
 from sparcel.linear.trainer import Examples
-from sparcel.linear.training import prepare
 from sparcel.rows import HashedNGrams, Rows
 
 EPOCHS = 5

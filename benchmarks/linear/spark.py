@@ -40,10 +40,10 @@ from benchmarks.machine import itself, machine
 from benchmarks.record import Row, write
 from benchmarks.record import rows_of as recorded
 from sparcel.comm import world
+from sparcel.linear.gradient_descent import prepare
 from sparcel.linear.ranks import gathered
 from sparcel.linear.settings import Settings
 from sparcel.linear.trainer import Examples
-from sparcel.linear.training import prepare
 from sparcel.rows import shard
 
 URLS = SETS["urls"]

@@ -146,7 +146,7 @@ class Mesh:
     def broken(self) -> list[int]: ...
 
 class LinearModel:
-    """The numbers of a linear model and its regularisation; see `sparcel.linear.sgd.weights`."""
+    """The numbers of a linear model and its regularisation; see `sparcel.linear.weights`."""
 
     scale: float
     now: float
@@ -180,7 +180,7 @@ class LinearModel:
     def read(self, out: NumpyArray) -> None: ...
 
 class LinearBatch:
-    """A batch of rows by columns; see `sparcel.linear.sgd.batches`."""
+    """A batch of rows by columns; see `sparcel.linear.batches`."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ def by_columns(
 ) -> list[int]: ...
 
 class LinearShard:
-    """A rank's rows by columns; see `sparcel.linear.scd.coordinates`."""
+    """A rank's rows by columns; see `sparcel.linear.coordinate_descent`."""
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel import _cpu
-from sparcel.linear.scd.coordinates import by_coordinates
+from sparcel.linear.coordinate_descent import by_coordinates
 from sparcel.linear.trainer import Examples
 from tests.linear.reference import loss_at, random_rows, rows_of
 

@@ -14,9 +14,8 @@ import pytest
 
 from sparcel import simulate
 from sparcel.errors import InputError
-from sparcel.linear.coordinates import Coordinates
-from sparcel.linear.model import LinearModel
-from sparcel.linear.reading import read
+from sparcel.linear.inputs import read
+from sparcel.linear.model import Coordinates, LinearModel
 from sparcel.rows import SvmLight
 from tests.linear.command import measures, sparcel
 

@@ -15,10 +15,9 @@ from sparcel.cli.linear.files import layout_of
 from sparcel.cli.linear.fit import fit
 from sparcel.errors import InputError
 from sparcel.linear import SparseLogisticRegression
-from sparcel.linear.coordinates import Coordinates
-from sparcel.linear.model import LinearModel
+from sparcel.linear.inputs import read, read_weights
+from sparcel.linear.model import Coordinates, LinearModel
 from sparcel.linear.parameters import OF_ONE_SOLVER, Parameters, descriptions
-from sparcel.linear.reading import read, read_weights
 from sparcel.rows import SvmLight
 from sparcel.rows.cache import START
 from tests.linear.command import sparcel

@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from sparcel import simulate
 from sparcel.errors import InputError
 from sparcel.formats import FewBits
-from sparcel.linear import SparseLogisticRegression, checkpoint
+from sparcel.linear import SparseLogisticRegression
+from sparcel.linear.batches import TAIL
+from sparcel.linear.gradient_descent import prepare
+from sparcel.linear.model import read_arrays, write_arrays
+from sparcel.linear.replicated import Owed
 from sparcel.linear.settings import Settings
-from sparcel.linear.sgd.batches import TAIL
-from sparcel.linear.sgd.encodings import RoundedEncoding
-from sparcel.linear.sgd.owed import Owed
-from sparcel.linear.sgd.weights import Weights
+from sparcel.linear.sharded import RoundedEncoding
 from sparcel.linear.trainer import Examples
-from sparcel.linear.training import prepare
+from sparcel.linear.weights import Weights
 from sparcel.stream import SparseStream
 from tests.linear.reference import random_rows, rows_of
 
@@ -124,12 +125,12 @@ def test_a_training_goes_on_from_a_checkpoint_bit_by_bit(tmp_path, more):
     file = tmp_path / "state.npz"
 
     def state(comm):
-        return checkpoint.read(file, "checkpoint")[1] if comm.rank == 0 else {}
+        return read_arrays(file, "checkpoint")[1] if comm.rank == 0 else {}
 
     def run(comm, state=None):
         sgd, states = trained(comm, 4, state=state, **more)
         if state is None and comm.rank == 0:
-            checkpoint.write(file, "checkpoint", {}, states[1])
+            write_arrays(file, "checkpoint", {}, states[1])
         return model_of(sgd)
 
     expected = simulate(3, run).results

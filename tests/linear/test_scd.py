@@ -12,9 +12,8 @@ from sklearn.svm import LinearSVC
 from sparcel import simulate
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
-from sparcel.linear.scd import solver as scd_module
-from sparcel.linear.scd.coordinates import draws
-from sparcel.linear.scd.solver import Scd
+from sparcel.linear import coordinate_descent as scd_module
+from sparcel.linear.coordinate_descent import Scd, draws
 from sparcel.linear.settings import Settings
 from sparcel.linear.trainer import Examples
 from sparcel.patterns import regions

@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 from sparcel import simulate
 from sparcel.collectives import ALGORITHMS
 from sparcel.errors import InputError, MismatchError
-from sparcel.linear.settings import Settings
-from sparcel.linear.sgd.batches import TAIL
-from sparcel.linear.sgd.numbering import by_frequency
-from sparcel.linear.sgd.step_sizes import RULES, StepSizes
+from sparcel.linear.batches import TAIL, by_frequency
+from sparcel.linear.gradient_descent import prepare
+from sparcel.linear.settings import RULES, Settings, StepSizes
 from sparcel.linear.trainer import Examples
-from sparcel.linear.training import prepare
 from tests.linear.reference import DenseModel, random_rows, rows_of
 
 DIMENSIONS = 50

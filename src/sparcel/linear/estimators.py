@@ -13,15 +13,15 @@ from sparcel._checks import checked_flag
 from sparcel.comm import Communicator, Group
 from sparcel.errors import InputError, checked_name, optional
 from sparcel.linear.classes import Classes, finite_numbers, labels, probabilities
-from sparcel.linear.coordinates import MOST_HELD, Coordinates
+from sparcel.linear.coordinate_descent import Scd
+from sparcel.linear.gradient_descent import prepare
 from sparcel.linear.inputs import as_matrix, as_rows, opened, product, sample_weights
+from sparcel.linear.model import MOST_HELD, Coordinates
 from sparcel.linear.parameters import SOLVERS, Parameters
 from sparcel.linear.ranks import ranks_of, run_or_fail_everywhere
-from sparcel.linear.scd.solver import Scd
 from sparcel.linear.settings import Settings
-from sparcel.linear.sgd.weights import WholeModel
 from sparcel.linear.trainer import Epoch, Examples, Trainer
-from sparcel.linear.training import make_trainer, prepare
+from sparcel.linear.weights import WholeModel, new_weights
 from sparcel.rows.rows import Array
 
 with optional("sparcel.linear", "linear"):
@@ -198,13 +198,14 @@ class _Linear(Parameters, BaseEstimator):  # type: ignore[misc]
     ) -> Trainer:
         """Return what trains: a new model if ``fresh``, or on from where training last ended."""
         width, rows = examples.width, examples.rows
-        if fresh and not once:
-            return make_trainer(examples, settings, comm)
         if settings.solver == "scd":
             scd = Scd(examples, settings, comm)
-            scd.begin(*self._model(width))
+            if not fresh:
+                scd.begin(*self._model(width))
             return scd
-        empty = settings.weights(width, rows.values.dtype)
+        if fresh and not once:
+            return prepare(examples, settings, comm)
+        empty = new_weights(settings, width, rows.values.dtype)
         kept: WholeModel | None = getattr(self, "_whole", None)
         if kept is not None and kept.is_like(empty, rows.dimensions):
             return prepare(examples, settings, comm, kept.expanded())

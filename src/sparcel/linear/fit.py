@@ -14,14 +14,14 @@ from rich.progress import Progress
 
 from sparcel.comm import Communicator, ring_bytes, world
 from sparcel.errors import InputError, optional
-from sparcel.linear import checkpoint
 from sparcel.linear.classes import Classes, finite_numbers
-from sparcel.linear.model import LinearModel
+from sparcel.linear.coordinate_descent import Scd
+from sparcel.linear.gradient_descent import prepare
+from sparcel.linear.inputs import read, read_weights
+from sparcel.linear.model import LinearModel, read_arrays, write_arrays
 from sparcel.linear.ranks import gathered, run_or_fail_everywhere
-from sparcel.linear.reading import read, read_weights
 from sparcel.linear.settings import Settings
 from sparcel.linear.trainer import Epoch, Examples, Trainer
-from sparcel.linear.training import make_trainer
 from sparcel.rows import Rows, Source, describe
 from sparcel.rows.rows import Array
 
@@ -76,7 +76,8 @@ class Fit:
         """
         examples, classes = self._examples()
         self.console.print(self._described(examples.rows, classes), soft_wrap=True)
-        trainer = make_trainer(examples, self.settings, self.comm)
+        make = Scd if self.settings.solver == "scd" else prepare
+        trainer = make(examples, self.settings, self.comm)
         about = "" if self.checkpoint is None else self._about(examples, classes)
         return trainer, examples.rows.dimensions * examples.width, classes, about
 
@@ -123,7 +124,7 @@ class Fit:
         def own() -> dict[str, Array] | None:
             if (self.comm is not None and self.comm.rank) or not file.exists():
                 return None
-            found, state = checkpoint.read(file, "checkpoint")
+            found, state = read_arrays(file, "checkpoint")
             if found["training"] != about:
                 raise InputError(
                     f"{file} is of a training with other settings, data or number of processes;"
@@ -165,7 +166,7 @@ class Fit:
                 if self.checkpoint is not None:
                     state = trainer.state()
                     if speaks:
-                        checkpoint.write(self.checkpoint, "checkpoint", {"training": about}, state)
+                        write_arrays(self.checkpoint, "checkpoint", {"training": about}, state)
 
             trainer.train(after_epoch, after_step)
         return epochs, curve

@@ -1,7 +1,9 @@
-"""A fitted linear model, as it is saved, loaded and used."""
+"""Linear models: their coordinates, wherever they were trained, and their files."""
 
 from __future__ import annotations
 
+import json
+import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,12 +11,116 @@ from typing import Any, Self
 
 import numpy as np
 
+from sparcel._files import open_regular, replacing
 from sparcel.errors import InputError, optional
-from sparcel.linear import checkpoint
 from sparcel.linear.classes import Classes, labels, probabilities
-from sparcel.linear.coordinates import MOST_HELD, Coordinates, spread
 from sparcel.rows import Rows, check
 from sparcel.rows.rows import Array
+
+MOST_HELD = 2**31 - 1
+"""A model of more dimensions is never held whole, but as the columns that occur."""
+
+
+@dataclass(frozen=True, eq=False)
+class Coordinates:
+    """Coordinates and intercepts of a model, by the columns that can be other than zero.
+
+    Attributes
+    ----------
+    columns
+        ``[count]``, increasing; None for all columns. All other coordinates are zero.
+    values
+        ``[count, width]``, width 1 for two classes and for regression.
+    intercepts
+        ``[width]``.
+    dimensions
+        Number of columns of the data.
+    """
+
+    columns: Array | None
+    values: Array
+    intercepts: Array
+    dimensions: int
+
+    def check(self) -> None:
+        """Raise an `InputError` unless all of them are finite: the last step may be too large."""
+        for found in (self.values, self.intercepts):
+            if not np.isfinite(found).all():
+                raise InputError(
+                    f"the model became {found[~np.isfinite(found)][0]} in the last epoch: lower"
+                    " eta0, or scale the data"
+                )
+
+    def dense(self) -> Array:
+        """Return all coordinates, ``[dimensions, width]``."""
+        return spread(self.values, self.columns, self.dimensions)
+
+    def sparse(self) -> Any:
+        """Return a sparse matrix ``[width, dimensions]``; the columns are known."""
+        with optional("sparcel.linear", "linear"):
+            import scipy.sparse as sp
+        assert self.columns is not None
+        count, width = self.values.shape
+        starts = np.arange(width + 1) * count
+        entries = np.ravel(self.values.T), np.tile(self.columns, width), starts
+        return sp.csr_matrix(entries, (width, self.dimensions))
+
+
+def spread(values: Array, columns: Array | None, dimensions: int) -> Array:
+    """Return the rows of all columns: ``values`` at some, zero at all others."""
+    if columns is None:
+        return values
+    found = np.zeros((dimensions, *values.shape[1:]), values.dtype)
+    found[columns] = values
+    return found
+
+
+_BROKEN = (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile)
+"""What comes of a file that is something else; `zipfile` raises a RuntimeError where flags are."""
+
+
+def write_arrays(
+    path: Path, kind: str, about: Mapping[str, Any], arrays: Mapping[str, Array]
+) -> None:
+    """Write arrays, and ``about`` as JSON; the file is there completely or as it was before.
+
+    Raises
+    ------
+    InputError
+        When the file cannot be written, as on a full disk.
+    """
+    told = {"kind": kind, "arrays": list(arrays), **about}
+    text = np.frombuffer(json.dumps(told).encode(), np.uint8)
+    content: dict[str, Any] = {"about": text, **arrays}
+    try:
+        with replacing(path) as file:
+            np.savez(file, **content)
+    except OSError as error:
+        raise InputError(f"{path} can't be written: {error.strerror}") from error
+
+
+def read_arrays(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Return what `write_arrays` wrote.
+
+    Raises
+    ------
+    InputError
+        When the file is not there, is broken, or holds something else.
+    """
+    try:
+        with open_regular(path) as opened, np.load(opened, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        about = json.loads(bytes(arrays.pop("about")))
+    except FileNotFoundError:
+        raise InputError(f"there is no file {path}") from None
+    except _BROKEN as error:
+        raise InputError(f"{path} is no {kind} of sparcel linear, or it is broken") from error
+    if about.pop("kind", None) != kind:
+        raise InputError(f"{path} is no {kind} of sparcel linear")
+    # The checksums of a zip file are of contents, and not of names.
+    if list(about.pop("arrays", arrays)) != list(arrays):
+        raise InputError(f"{path} is broken: it has the arrays {', '.join(arrays)}")
+    return about, arrays
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +237,7 @@ class LinearModel:
             "about": self.about,
             "classes": None if self.classes is None else self.classes.tolist(),
         }
-        checkpoint.write(path, "model", about, arrays)
+        write_arrays(path, "model", about, arrays)
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -142,7 +248,7 @@ class LinearModel:
         InputError
             When the file holds no model.
         """
-        about, arrays = checkpoint.read(path, "model")
+        about, arrays = read_arrays(path, "model")
         columns, dimensions = None, about["dimensions"]
         if "coefficients" in arrays:
             values = arrays["coefficients"]

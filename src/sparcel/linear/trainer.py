@@ -6,19 +6,19 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from math import hypot, sqrt
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
-from sparcel.linear.coordinates import Coordinates
+from sparcel.linear.model import Coordinates
+from sparcel.linear.ranks import gathered
 from sparcel.linear.settings import Settings
+from sparcel.linear.weights import WholeModel
 from sparcel.rows import Rows
 from sparcel.rows.rows import Array
-
-if TYPE_CHECKING:
-    from sparcel.linear.sgd.weights import WholeModel
 
 T = TypeVar("T")
 
@@ -70,6 +70,76 @@ class Epoch:
     seconds: float
     communication_seconds: float
     volume: int
+
+
+class Totals(NamedTuple):
+    """What the rows of all ranks have together.
+
+    Attributes
+    ----------
+    weight
+        The sum of their weights.
+    mean
+        Where an intercept begins: the mean target of a regression; 0 for classes.
+    spread
+        The root mean square distance of targets from there, above 0; 1 for classes.
+    """
+
+    weight: float
+    mean: float = 0.0
+    spread: float = 1.0
+
+
+def check_alike(examples: Examples, settings: Settings, comm: Communicator | None) -> Totals:
+    """Return what the rows of all ranks have together; all ranks call.
+
+    Raises
+    ------
+    InputError
+        On all ranks, when no rank has rows, none has columns or weight, the weight of all is more
+        than the dtype holds, or they differ in the shape of their rows or in their settings.
+    """
+    rows, weights = examples.rows, examples.weights
+    dtype = rows.values.dtype
+    weight = float(len(rows) if weights is None else weights.sum(dtype=np.float64))
+    described = f"{settings.described()}, width={examples.width}"
+    moments = _moments(examples, weight) if settings.loss == "squared" else (0.0, 0.0)
+    own = [len(rows), weight, *moments, rows.dimensions, str(dtype), described]
+    counts, each, means, spreads, widths, dtypes, told = zip(
+        *gathered(comm, own, "shape of rows and settings"), strict=True
+    )
+    if max(counts) == 0:
+        raise InputError("there are no rows to fit a model to, on any rank")
+    if max(widths) == 0:
+        raise InputError("the rows have no columns to fit a model to")
+    if sum(each) == 0:
+        raise InputError("the weights of all rows are zero; at least one must be positive")
+    if not sum(each) <= np.finfo(dtype).max:
+        raise InputError(f"the weights of rows add up to more than {dtype} holds; scale them down")
+    for name, values in (("dimensions", widths), ("the dtype", dtypes)):
+        if len(set(values)) > 1:
+            raise InputError(f"ranks must agree in {name} of their rows, got {list(values)}")
+    if len(set(told)) > 1:
+        raise InputError(
+            f"ranks must have the same settings, got {' and '.join(sorted(set(told)))}"
+        )
+    if settings.loss != "squared":
+        return Totals(float(sum(each)))
+    shares = np.array(each) / sum(each)
+    mean = float(shares @ np.array(means)) if settings.fit_intercept else 0.0
+    distances = [*np.sqrt(shares) * spreads, *np.sqrt(shares) * (np.array(means) - mean)]
+    return Totals(float(sum(each)), mean, hypot(*distances) or abs(mean) or 1.0)
+
+
+def _moments(examples: Examples, weight: float) -> tuple[float, float]:
+    """Return the mean of this rank's targets, and their root mean square distance from it."""
+    if weight == 0:
+        return 0.0, 0.0
+    targets, weights = examples.targets.astype(np.float64), examples.weights
+    mean = float(np.average(targets, weights=weights))
+    distances = np.abs(targets - mean)
+    peak = float(distances.max()) or 1.0  # squares of the distances themselves might overflow
+    return mean, peak * sqrt(np.average((distances / peak) ** 2, weights=weights))
 
 
 class Stopwatch:

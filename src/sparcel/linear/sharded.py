@@ -9,22 +9,187 @@ each column of its batch, however many ranks there are, and holds 1/P of the mod
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
-from typing import TypeVar
+from itertools import accumulate, chain, pairwise
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
+from sparcel import kernels
 from sparcel.comm import Call, Communicator
 from sparcel.formats import FewBits
+from sparcel.linear.batches import TAIL, Batch, column_dtype
 from sparcel.linear.ranks import collect, exchanged, gathered, scattered
-from sparcel.linear.sgd.batches import TAIL, Batch
-from sparcel.linear.sgd.encodings import ExactEncoding, RoundedEncoding
-from sparcel.linear.sgd.owners import RequestedColumns, owners, tell_owners
-from sparcel.linear.sgd.replicated import STEP, BatchNumbers, BatchView, Pending, StepResult
-from sparcel.linear.sgd.weights import BY_COLUMN, Weights, WholeModel
+from sparcel.linear.replicated import STEP, BatchNumbers, BatchView, Pending, StepResult
 from sparcel.linear.trainer import Stopwatch
+from sparcel.linear.weights import BY_COLUMN, Weights, WholeModel
 from sparcel.rows.rows import Array
+
+_TELL = Call.of("tell owners", {})
+
+_BINS = 4096
+"""Ranges of columns whose use is counted to find owners that have about equally much to do."""
+
+
+@dataclass(frozen=True)
+class RequestedColumns:
+    """Which of this owner's columns the batches of one rank have.
+
+    Attributes
+    ----------
+    columns
+        Batch after batch, increasing in each.
+    bounds
+        Where each batch's begin in ``columns``, and the end.
+    """
+
+    columns: Array
+    bounds: Sequence[int]
+
+    def numbered(self, columns: Array) -> RequestedColumns:
+        """Return the same with the places of these among ``columns``, which are sorted."""
+        return RequestedColumns(
+            np.searchsorted(columns, self.columns).astype(np.int32), self.bounds
+        )
+
+    def of(self, number: int | None) -> Array:
+        """Return the columns of a batch; none if there is no batch."""
+        if number is None:
+            return self.columns[:0]
+        return self.columns[self.bounds[number] : self.bounds[number + 1]]
+
+
+def owners(own: Sequence[Array], dimensions: int, comm: Communicator) -> list[int]:
+    """Return where each owner's columns begin, and the end: about equally many uses for each."""
+    edges = np.linspace(0, dimensions, min(_BINS, dimensions) + 1).astype(np.int64)
+    uses = np.zeros(len(edges) - 1, np.int64)
+    for columns in own:
+        uses += np.diff(np.searchsorted(columns, edges))
+    total = np.cumsum(np.sum(gathered(comm, (uses + 1).tolist(), "uses of columns"), axis=0))
+    shares = total[-1] * np.arange(1, comm.size) / comm.size
+    return [0, *edges[1 + np.searchsorted(total, shares)].tolist(), dimensions]
+
+
+def tell_owners(
+    own: Sequence[Array], cuts: Sequence[Sequence[int]], dimensions: int, comm: Communicator
+) -> list[RequestedColumns]:
+    """Tell each owner which of its columns each batch has; all ranks call.
+
+    Parameters
+    ----------
+    own
+        The columns of each of this rank's batches.
+    cuts
+        Where those of each owner begin in each batch, and the end.
+
+    Returns
+    -------
+    list
+        What each rank asks of this owner.
+    """
+    pieces = [
+        [columns[cut[owner] : cut[owner + 1]] for columns, cut in zip(own, cuts, strict=True)]
+        for owner in range(comm.size)
+    ]
+    counts = np.array([[len(piece) for piece in part] for part in pieces], np.int64)
+    batches = gathered(comm, len(own), "number of batches")
+    none = np.zeros(0, column_dtype(dimensions))
+
+    def tell() -> list[RequestedColumns]:
+        told = exchanged(counts.reshape(-1), [len(own)] * comm.size, batches, comm)
+        counts_of = np.split(told, np.cumsum(batches)[:-1])
+        columns = np.concatenate([none, *chain.from_iterable(pieces)])
+        leaving, arriving = ([int(one.sum()) for one in each] for each in (counts, counts_of))
+        arrived = np.split(exchanged(columns, leaving, arriving, comm), np.cumsum(arriving)[:-1])
+        return [
+            RequestedColumns(part, [0, *accumulate(numbers.tolist())])
+            for part, numbers in zip(arrived, counts_of, strict=True)
+        ]
+
+    return comm.call(_TELL, tell)
+
+
+class ExactEncoding:
+    """Values as they are."""
+
+    def pack(self, values: Array, tail: Array, step: int, place: int) -> Array:
+        """Return the values ``[count, width]`` and the tail ``[TAIL, width]`` as one array."""
+        return np.concatenate([values, tail])
+
+    def length(self, count: int) -> int:
+        """Return the length of what `pack` returns for so many columns."""
+        return count + TAIL
+
+    def unpack(self, parts: Array, counts: Sequence[int]) -> Array:
+        """Return what was packed, one part after the other, the values and tail of each.
+
+        ``counts`` are the parts' numbers of columns.
+        """
+        return parts
+
+
+class RoundedEncoding:
+    """Values in few bits, without bias, and the tail as it is.
+
+    Both ends know how many values travel, so a message has no header.
+
+    Parameters
+    ----------
+    width
+        Number of values a column.
+    dtype
+        Theirs.
+    rounding
+        How they are rounded.
+    """
+
+    def __init__(self, width: int, dtype: np.dtype[Any], rounding: FewBits) -> None:
+        self._width, self._dtype, self._rounding = width, dtype, rounding
+        self._tail_bytes = TAIL * width * dtype.itemsize
+
+    def pack(self, values: Array, tail: Array, step: int, place: int) -> Array:
+        """Return the bytes of the tail, of the scales and of the values ``[count, width]``.
+
+        ``place`` is that of the first column among those of all ranks: it decides which of the
+        step's random numbers round the values.
+        """
+        by = self._rounding
+        written = kernels.quantize(
+            torch.from_numpy(values.reshape(-1)),
+            by.bits,
+            by.block,
+            seed=by.seed + (step << 32),
+            offset=place * self._width,
+            scale=torch.float32,
+        )
+        parts = (tail.reshape(-1), written.scales.numpy(), written.codes.numpy())
+        return np.concatenate([part.view(np.uint8) for part in parts])
+
+    def length(self, count: int) -> int:
+        """Return how many bytes `pack` returns for so many columns."""
+        return sum(self._lengths(count * self._width))
+
+    def unpack(self, parts: Array, counts: Sequence[int]) -> Array:
+        """Return what was packed, as `ExactEncoding.unpack` does."""
+        found, end = list[Array](), 0
+        for count in counts:
+            start, end = end, end + self.length(count)
+            found += self._one(parts[start:end], count * self._width)
+        return np.concatenate(found).reshape(-1, self._width)
+
+    def _one(self, part: Array, size: int) -> tuple[Array, Array]:
+        """Return the ``size`` values and the tail of one part."""
+        split = torch.from_numpy(part).split(self._lengths(size))
+        tail, *coded = (one.clone() for one in split)  # they begin anywhere; copies are aligned
+        values = self._rounding.decode(coded, size, torch.float32)
+        return values.numpy().astype(self._dtype), tail.numpy().view(self._dtype)
+
+    def _lengths(self, size: int) -> list[int]:
+        """Return the bytes of the tail, of the scales and of so many values."""
+        return [self._tail_bytes, *self._rounding.part_bytes(size, 4)]
+
 
 T = TypeVar("T")
 

@@ -9,16 +9,88 @@ import numpy as np
 
 from sparcel import _cpu
 from sparcel.comm import Communicator
-from sparcel.linear.coordinates import Coordinates
-from sparcel.linear.ranks import gathered
-from sparcel.linear.settings import Settings
-from sparcel.linear.sgd.batches import TAIL, Batch, most_entries
-from sparcel.linear.sgd.replicated import BatchNumbers, Replicated
-from sparcel.linear.sgd.sharded import Sharded
-from sparcel.linear.sgd.step_sizes import StepSizes
-from sparcel.linear.sgd.weights import ONCE, WholeModel
-from sparcel.linear.trainer import Trainer
+from sparcel.errors import InputError
+from sparcel.linear.batches import TAIL, Batch, Numbering, arrange, by_frequency, most_entries
+from sparcel.linear.model import Coordinates
+from sparcel.linear.ranks import gathered, run_or_fail_everywhere
+from sparcel.linear.replicated import BatchNumbers, Exchange, Replicated
+from sparcel.linear.settings import SHARDED, Settings, StepSizes
+from sparcel.linear.sharded import Sharded
+from sparcel.linear.trainer import Examples, Trainer, check_alike
+from sparcel.linear.weights import ONCE, Weights, WholeModel, new_weights
+from sparcel.rows import check
 from sparcel.rows.rows import Array
+from sparcel.schemes.density import count_for
+
+
+def prepare(
+    examples: Examples,
+    settings: Settings,
+    comm: Communicator | None = None,
+    weights: Weights | None = None,
+) -> Sgd:
+    """Arrange a rank's rows for SGD and agree with the others on what they share.
+
+    Parameters
+    ----------
+    comm
+        The ranks; None for one alone. All of them call.
+    weights
+        The model to go on from, equal on all ranks, each of which keeps the whole; None for a new
+        one.
+
+    Raises
+    ------
+    InputError
+        On all ranks, when no rank has rows or the ranks' models differ in shape.
+    """
+    rows, width = examples.rows, examples.width
+
+    def arranged() -> tuple[Numbering | None, list[Batch]]:
+        check(rows)
+        numbering = by_frequency(rows) if comm is None and weights is None else None
+        seed = [settings.random_state, 0 if comm is None else comm.rank]
+        order = np.random.default_rng(seed).permutation(len(rows))
+        size, given = settings.batch_size, (rows, examples.targets, examples.weights)
+        return numbering, arrange(*given, size, order, numbering)
+
+    numbering, batches = run_or_fail_everywhere(comm, arranged)
+    if weights is None:
+        _cpu.drop_kept()  # buffers of reading and arranging, which a single pass would need again
+    _, mean, spread = check_alike(examples, settings, comm)
+    told = gathered(comm, [len(batches), most_entries(batches)], "batches")
+    counts, entries = zip(*told, strict=True)
+    empty, dimensions = new_weights(settings, width, rows.values.dtype), rows.dimensions
+    model: Replicated | Sharded
+    if settings.algorithm == SHARDED and comm is not None and weights is None:
+        model = Sharded(empty, dimensions, batches, comm, settings.rounding())
+    else:
+        exchange = _exchange(settings, width, dimensions, max(entries), comm)
+        columns = None if numbering is None else numbering.columns
+        whole = weights or empty.sized(dimensions if columns is None else len(columns))
+        model = Replicated(whole, batches, comm, exchange, columns, dimensions)
+    model.weights.begin(mean, spread)
+    return Sgd(model, batches, counts, settings, comm)
+
+
+def _exchange(
+    settings: Settings, width: int, dimensions: int, entries: int, comm: Communicator | None
+) -> Exchange:
+    """Return how ranks sum gradients that have so many entries at most."""
+    algorithm = "auto" if settings.algorithm == SHARDED else settings.algorithm
+    exchange = Exchange(algorithm, settings.format, entries)
+    if comm is not None and settings.density is not None:
+        count = count_for(settings.density, dimensions)
+        exchange = exchange._replace(sent=count, max_nnz=min(entries, count + TAIL))
+    if comm is not None and settings.bits is not None:
+        if width > 1:
+            raise InputError(
+                f"bits={settings.bits} goes with one class that is told from the rest where"
+                f" gradients are summed on all ranks, got {width} classes; leave out bits, or call"
+                " fit with algorithm='sharded'"
+            )
+        exchange = exchange._replace(rounding=settings.rounding())
+    return exchange
 
 
 class Sgd(Trainer):

@@ -1,1 +1,0 @@
-"""Random block coordinate descent, and how ranks share derivatives."""

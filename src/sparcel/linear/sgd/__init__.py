@@ -1,1 +1,0 @@
-"""Mini-batch stochastic gradient descent, and how ranks share gradients and the model."""
