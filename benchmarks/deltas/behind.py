@@ -49,7 +49,7 @@ def behind(store: delta.Store, to: int) -> Row:
     for _ in range(READERS):
         reader = delta.Subscriber(store)
         reader.update(0)
-        with patch("sparcel.delta.reading.read_at_most", wraps=read_at_most) as reads:
+        with patch("sparcel.delta.kept.read_at_most", wraps=read_at_most) as reads:
             start = perf_counter()
             update = reader.update(to)
             seconds.append(perf_counter() - start)

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from sparcel import simulate
 from sparcel.cli import app
-from sparcel.cli.delta.shown import share
+from sparcel.cli.delta.places import share
 from sparcel.comm.simulated import SimulatedCommunicator
 from sparcel.delta import (
     Entry,

@@ -28,7 +28,6 @@ from sparcel.delta import (
     Ready,
     Seen,
     assign_,
-    host,
     mirror,
     version_of,
 )
@@ -407,7 +406,7 @@ def test_processes_of_a_host_go_together(tmp_path: Path) -> None:
     assert load(several[0], 3) == [True]
     with (
         Folder(tmp_path / PLACE).alone(),
-        patch.object(host, "_PATIENCE", 0.01),
+        patch("sparcel.delta.follower._PATIENCE", 0.01),
         pytest.raises(VersionError, match=r"is at version 3 .*, and did not go to 4"),
     ):
         list(several[1].updates(4))

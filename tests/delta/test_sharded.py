@@ -17,10 +17,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from sparcel import delta
 from sparcel.comm import Communicator
-from sparcel.delta import owned, sharded
-from sparcel.delta.owned import Held
+from sparcel.delta import sharded
 from sparcel.delta.parts import Part
 from sparcel.delta.pieces import CHUNK_BYTES, Piece, piece_of_slice
+from sparcel.delta.sharded import Held
 from sparcel.errors import InputError, MismatchError, SparcelError, VersionError
 from tests.delta.pairs import wholes
 
@@ -279,9 +279,9 @@ def test_one_rank_tells_each_piece(what: str) -> None:
     everywhere = [torch.tensor([one["x"].row()]) for one in own]
     if tell is None:
         with pytest.raises(InputError, match=r"^x has 24 elements"):
-            owned.owned(own[0], everywhere, 0)
+            sharded.owned(own[0], everywhere, 0)
         return
-    assert [r for r in range(len(rows)) if owned.owned(own[r], everywhere, r)] == tell
+    assert [r for r in range(len(rows)) if sharded.owned(own[r], everywhere, r)] == tell
 
 
 class Broken(delta.Folder):
@@ -368,7 +368,7 @@ def on_one_rank(comm: Communicator, folder: str) -> None:
     publisher = delta.ShardedPublisher(delta.Folder(folder))
     module = nn.Linear(2, 2)
     module.register_buffer("x", cut(torch.arange(8.0), mesh, (Shard(0),)))
-    for named in ((module, "state_dict"), (sharded, "_copied"), (owned, "parts_of")):
+    for named in ((module, "state_dict"), (sharded, "_copied"), (sharded, "parts_of")):
         expected = VersionError
         with ExitStack() as stack:
             if comm.rank == 1:

@@ -18,6 +18,7 @@ from sparcel.delta import (
     prepare,
     version_of,
 )
+from sparcel.delta.applying import check_writable
 from sparcel.delta.base import copied as base_copy
 from sparcel.delta.chunk import read_chunk
 from sparcel.delta.decoding import found_in
@@ -25,7 +26,6 @@ from sparcel.delta.encoding import encode_parts
 from sparcel.delta.parts import Part, parts_of, ties_of
 from sparcel.delta.pieces import piece_of_slice
 from sparcel.delta.prepared import swap_all
-from sparcel.delta.writable import check_writable
 from sparcel.errors import InputError, VersionError
 from tests.delta.pairs import (
     CODES,

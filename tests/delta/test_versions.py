@@ -394,7 +394,7 @@ def test_an_interrupt_while_a_whole_model_is_written(tmp_path: Path) -> None:
             raise KeyboardInterrupt
         return real(tensor)
 
-    interrupted = patch("sparcel.delta.anchor.bits_of", interrupting)
+    interrupted = patch("sparcel.delta.kept.bits_of", interrupting)
     with interrupted, pytest.raises(KeyboardInterrupt):
         subscriber.update()
     assert subscriber.version is None

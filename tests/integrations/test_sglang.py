@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparcel.delta import Folder, Publisher, Version
-from sparcel.delta.mirror_files import PAGE, Page
+from sparcel.delta.mirror import PAGE, Page
 from sparcel.errors import CommunicationError, InputError
 from sparcel.integrations.sglang import Server
 from tests.integrations.engines import sglang as stand_ins

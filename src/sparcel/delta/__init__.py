@@ -13,23 +13,19 @@
 - Errors: `InputError`, `FormatError` and `VersionError`, which are ValueErrors.
 """
 
-from sparcel.delta.applying import apply_, prepare
-from sparcel.delta.assigning import assign_
+from sparcel.delta.applying import apply_, assign_, prepare
 from sparcel.delta.broadcast import Arriving, broadcast
-from sparcel.delta.change import Change
 from sparcel.delta.chunk import Version
-from sparcel.delta.decoding import decode
+from sparcel.delta.decoding import Change, decode
 from sparcel.delta.encoding import encode
-from sparcel.delta.follower import Follower
-from sparcel.delta.host import HostSubscriber
+from sparcel.delta.follower import Follower, HostSubscriber
 from sparcel.delta.index import Entry, Index, read_index
-from sparcel.delta.making import version_of
 from sparcel.delta.mirror import Mirror, Seen
+from sparcel.delta.parts import version_of
 from sparcel.delta.prepared import Inverse, Prepared
 from sparcel.delta.publisher import Publisher
 from sparcel.delta.sharded import ShardedPublisher
-from sparcel.delta.subscriber import Ready, Subscriber
-from sparcel.delta.update import Update
+from sparcel.delta.subscriber import Ready, Subscriber, Update
 from sparcel.errors import FormatError, InputError, VersionError
 from sparcel.stores import Folder, Store, store_at
 

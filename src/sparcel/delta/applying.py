@@ -1,4 +1,4 @@
-"""Chunks in, weights out, all or nothing."""
+"""Chunks in, weights out, all or nothing; and changes that were decoded elsewhere."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from sparcel.delta.bits import bits_of
 from sparcel.delta.chunk import Chunk, Version, read_chunk
-from sparcel.delta.decoding import FETCH, found_in, new_tensors
-from sparcel.delta.parts import Part, owners, parts_of, tensors_of
+from sparcel.delta.decoding import FETCH, Change, found_in, new_tensors
+from sparcel.delta.parts import Part, Weights, local_of, owners, parts_of, tensors_of, untied
 from sparcel.delta.prepared import Inverse, Prepared, Target
 from sparcel.delta.threads import in_threads
-from sparcel.delta.writable import check_writable
 from sparcel.errors import InputError, VersionError, few, shown
+from sparcel.training.names import model_names
 
 Chunks: TypeAlias = Iterable[bytes | memoryview | Chunk]
 
@@ -187,3 +193,156 @@ def apply_(target: Target, chunks: Chunks, since: Version | None = None) -> Inve
         make that cast or join parameters.
     """
     return prepare(target, chunks, since).apply()
+
+
+def assign_(target: Weights, changes: Iterable[Change], *, partial: bool = False) -> None:
+    """Write changes that were decoded and checked elsewhere.
+
+    The target may hold its tensors on any device, and DTensors that are cut in any way: of each
+    change it takes what it has.
+
+    Parameters
+    ----------
+    target
+        A module, or tensors by name. What wrappers put into names does not count.
+    changes
+        From `decode`, or from `Update.changes`, which tells a tied tensor under all its names.
+    partial
+        Whether what the target does not have is passed by, and what is gone stays as it is.
+
+    Raises
+    ------
+    InputError
+        If a tensor has another dtype or shape, is there under none of its names, or is gone; what
+        was written before stays. If the target has tensors that `apply_` refuses.
+    """
+    given = parts_of(tensors_of(target, None))
+    check_writable(given, target)
+    parts = {name: given[own] for own, name in model_names(given).items()} | given
+    names: dict[str, str] = {}
+    gone, found, unknown = set[str](), set[str](), dict[str, str]()
+    for change in changes:
+        part = parts.get(change.name)
+        if part and names.setdefault(part.piece.name, change.name) != change.name:
+            raise InputError(
+                f"'{shown(names[part.piece.name])}' and '{shown(change.name)}' both change, and"
+                f" either may be '{shown(part.piece.name)}' of the weights; name tensors as the"
+                " version does, and pass another one that does not begin with 'module.'"
+            )
+        if change.values is None:
+            gone |= {part.piece.name} if part else set()
+            continue
+        owner = change.tied_to or change.name
+        if part is None:
+            unknown[change.name] = owner
+            continue
+        found.add(owner)
+        gone.discard(part.piece.name)
+        _check_change(part, change.values, change)
+        here, places = part.places_of(change.indices)
+        part.put(places, bits_of(change.values)[here])
+    lacking = sorted(name for name, owner in unknown.items() if owner not in found)
+    wrong = [f"{few(lacking)} change and are not in the weights"] if lacking else []
+    wrong += [f"{few(sorted(gone))} are gone and still in the weights"] if gone else []
+    if wrong and not partial:
+        raise InputError(
+            f"{', and '.join(wrong)}; name tensors as the version does, or pass partial=True"
+        )
+
+
+def _check_change(part: Part, values: Tensor, change: Change) -> None:
+    """Raise InputError unless a change fits the part's tensor."""
+    piece, indices = part.piece, change.indices
+    kind = piece.dtype, piece.shape
+    if kind != (change.dtype, change.shape) or kind != (values.dtype, change.shape):
+        raise InputError(
+            f"{shown(change.name)} is {piece.dtype} {list(piece.shape)}, and changes as"
+            f" {change.dtype} {list(change.shape)} to values of {values.dtype}"
+        )
+    if indices.shape != values.shape or bool(((indices < 0) | (indices >= piece.size)).any()):
+        raise InputError(
+            f"{shown(change.name)} changes at {list(indices.shape)} indices to {list(values.shape)}"
+            f" values; they must be as many, and below {piece.size}"
+        )
+
+
+def check_writable(parts: Mapping[str, Part], target: Weights) -> None:
+    """Raise InputError unless each element of each tensor can be written alone.
+
+    Parameters
+    ----------
+    parts
+        Those of the target.
+    target
+        A module's tensors must lie in its parameters and buffers.
+    """
+    if isinstance(target, nn.Module):
+        _check_inside(target, parts)
+    held = [(name, part.local) for name, part in untied(parts).items() if part.local.numel()]
+    held.sort(key=lambda one: (str(one[1].device), one[1].data_ptr()))
+    near: list[tuple[str, Tensor]] = []
+    for name, local in held:
+        if _repeats_elements(local):
+            raise InputError(
+                f"several elements of {shown(name)} are one in memory; pass a copy of it"
+            )
+        begin, device = local.data_ptr(), local.device
+        near = [(n, one) for n, one in near if one.device == device and _end_of(one) > begin]
+        for other, one in near:
+            # Columns of a matrix lie between one another, and share nothing.
+            if np.shares_memory(_in_its_place(one), _in_its_place(local)):
+                raise InputError(
+                    f"{shown(other)} and {shown(name)} share elements, but are not tied as one"
+                    " tensor; pass a copy of one of them"
+                )
+        near.append((name, local))
+
+
+def _check_inside(module: nn.Module, parts: Mapping[str, Part]) -> None:
+    """Raise InputError unless parts of a state dict lie where the module's own tensors do."""
+    own = (one for one in chain(module.parameters(), module.buffers()) if not is_lazy(one))
+    dense = (local_of(one) for one in own if one.layout == torch.strided)
+    memory = {one.untyped_storage().data_ptr() for one in dense if one.data_ptr()}
+    for name, part in parts.items():
+        if part.local.numel() and part.local.untyped_storage().data_ptr() not in memory:
+            raise InputError(
+                f"{shown(name)} is a copy that the module's state_dict makes, or a tensor that is"
+                " no buffer, so what is written to it may not reach the module; register it, pass"
+                " tensors by name, or load_state_dict what a Subscriber without tensors has"
+            )
+
+
+def _span(tensor: Tensor) -> int:
+    """Return how many elements there are from a tensor's first to its last one in memory."""
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((count - 1) * distance for count, distance in sides)
+
+
+def _end_of(tensor: Tensor) -> int:
+    return tensor.data_ptr() + _span(tensor) * tensor.element_size()
+
+
+def _repeats_elements(tensor: Tensor) -> bool:
+    """Tell whether several elements of a tensor are one in memory."""
+    end, apart = 1, True
+    for distance, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if count > 1:
+            apart = apart and distance >= end
+            end += (count - 1) * distance
+    if apart:  # along each dimension, what lies inside ends before the next one begins
+        return False
+    places = torch.arange(_span(tensor)).as_strided(tensor.shape, tensor.stride())
+    return len(places.unique()) < tensor.numel()
+
+
+def _in_its_place(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """Return an array with a tensor's addresses, which may be a GPU's: it must not be read."""
+    size = tensor.element_size()
+    interface = {
+        "version": 3,
+        "typestr": f"|V{size}",
+        "data": (tensor.data_ptr(), False),
+        "shape": tuple(tensor.shape),
+        "strides": tuple(distance * size for distance in tensor.stride()),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))

@@ -11,7 +11,7 @@ from typing import Any
 from sparcel import _cpu
 from sparcel.delta import header as headers
 from sparcel.delta.bits import NAMED, Layout
-from sparcel.delta.parsing import malformed, whole
+from sparcel.delta.header import malformed, whole
 from sparcel.delta.pieces import CHUNK_BYTES, Piece
 from sparcel.errors import FormatError, shown
 
@@ -21,8 +21,6 @@ the sums of its base and of its changes. After these come its streams, then its 
 _CHECKED = 12
 """Where that begins which the checksum is of."""
 _MAGIC = b"SPD2"
-_FIRST_START = struct.Struct("<4sIII")
-_FIRST_MAGIC = b"SPD1"
 MOST_SHARDS = (1 << 20) - 1
 MOST_NUMBER = (1 << 63) - 1
 """The largest number of a version."""
@@ -184,36 +182,22 @@ def read_chunk(data: bytes | memoryview) -> Chunk:
     view = memoryview(data)
     if len(view) < _START.size:
         raise FormatError(f"a chunk has at least {_START.size} bytes, got {len(view)}")
-    if view[:4] == _FIRST_MAGIC:
-        return _read_first(view)
     magic, length, crc, base, total = _START.unpack_from(view)
     if magic != _MAGIC:
         raise FormatError(f"a chunk begins with {_MAGIC!r}, got {bytes(magic)!r}")
-    _check_crc(view[_CHECKED:], crc)
+    if zlib.crc32(view[_CHECKED:]) != crc:
+        raise FormatError("a chunk is torn or corrupt: its checksum does not match")
     with malformed("a chunk's header is wrong"):
         if not _cpu.CODE_SLACK <= length <= len(view) - _START.size:
             raise ValueError(f"it has {length} bytes")
         header = headers.unpacked(view[len(view) - length :])
-        return _parsed(header | {"sums": [base, total]}, view[_START.size :], length)
+        chunk = _parsed(header, (base, total), view[_START.size :], length)
+        _check(chunk)
+        return chunk
 
 
-def _read_first(view: memoryview) -> Chunk:
-    """Read a chunk of the first layout, which has its header before its streams."""
-    _, length, crc, _ = _FIRST_START.unpack_from(view)
-    body = view[_FIRST_START.size :]
-    _check_crc(body, crc)
-    with malformed("a chunk's header is wrong"):
-        header = headers.unpacked_first(body[:length])
-        return _parsed(header, body[length:], _cpu.CODE_SLACK)
-
-
-def _check_crc(body: memoryview, crc: int) -> None:
-    if zlib.crc32(body) != crc:
-        raise FormatError("a chunk is torn or corrupt: its checksum does not match")
-
-
-def _parsed(header: dict[str, Any], rest: memoryview, slack: int) -> Chunk:
-    """Return the chunk of a header and what has its streams, and then ``slack`` bytes."""
+def _parsed(header: dict[str, Any], sums: tuple[int, int], rest: memoryview, slack: int) -> Chunk:
+    """Return the chunk of a header, and of what has its streams and then ``slack`` bytes."""
     layout = NAMED[header["dtype"]]
     if header["code"] not in CHUNK_CODES:
         raise ValueError(f"unknown code {header['code']!r}")
@@ -227,9 +211,8 @@ def _parsed(header: dict[str, Any], rest: memoryview, slack: int) -> Chunk:
     if not isinstance(untied, list) or not all(isinstance(name, str) for name in texts):
         raise TypeError("names are text, and come in a list")
     shard, shards = (whole(number, MOST_SHARDS + 1) for number in header["shard"])
-    base, total = (whole(one, 1 << 64) for one in header["sums"])
-    chunk = Chunk(
-        base=Version(whole(header["base"]), base),
+    return Chunk(
+        base=Version(whole(header["base"]), sums[0]),
         target=whole(header["target"]),
         shard=shard,
         shards=shards,
@@ -238,7 +221,7 @@ def _parsed(header: dict[str, Any], rest: memoryview, slack: int) -> Chunk:
         code=header["code"],
         layout=layout,
         pieces=tuple(headers.pieces_of(header, layout)),
-        sum=total,
+        sum=sums[1],
         new=bool(header["new"]),
         shift=whole(header["shift"], 8 * layout.itemsize),
         nibbles=whole(header["nibbles"]),
@@ -249,8 +232,6 @@ def _parsed(header: dict[str, Any], rest: memoryview, slack: int) -> Chunk:
         untied=tuple(untied),
         streams=rest,
     )
-    _check(chunk)
-    return chunk
 
 
 def _check(chunk: Chunk) -> None:

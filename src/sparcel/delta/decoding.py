@@ -1,10 +1,10 @@
-"""Chunks in, changes out."""
+"""What changes in a tensor, as readers are told."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,17 +12,109 @@ from torch import Tensor
 
 from sparcel import _cpu
 from sparcel.delta.bits import bits_of, from_planes, hashed, stepped
-from sparcel.delta.change import Change
 from sparcel.delta.chunk import Chunk, read_chunk
-from sparcel.delta.found import Found
-from sparcel.delta.making import held, kernel_piece, kernel_pieces
-from sparcel.delta.parsing import malformed
-from sparcel.delta.parts import Part, Weights, parts_of
+from sparcel.delta.header import malformed
+from sparcel.delta.parts import Part, Weights, held, kernel_piece, kernel_pieces, parts_of
 from sparcel.delta.pieces import CHUNK_BYTES, Piece
 from sparcel.errors import FormatError, InputError, VersionError, few, shown
 
 FETCH = "fetch a full version, as `Subscriber.reload()` does"
 """The advice when a delta does not fit the weights."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What changes in a tensor.
+
+    Attributes
+    ----------
+    name, dtype, shape
+        Of the whole tensor.
+    indices
+        int64, ``[k]``: the elements that change, counted row by row.
+    values
+        ``[k]``, of the tensor's dtype: their new values; None if the tensor is gone.
+    new
+        Whether the tensor was not there before. It is new as a whole, in one or several changes.
+    tied_to
+        The first name of a tied tensor, which is told under all its names, if this is another one.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    indices: Tensor
+    values: Tensor | None
+    new: bool = False
+    tied_to: str | None = None
+
+    @classmethod
+    def gone(cls, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Change:
+        """Return the change that takes a tensor away."""
+        return cls(name, dtype, shape, torch.empty(0, dtype=torch.int64), None)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The changed elements of a chunk: places in it, None for all, and their bits.
+
+    The bits are new ones, until they are exchanged for the old ones. Places follow one another
+    piece by piece; within a piece they come in the order of coding. Of tensors that are gone, there
+    are none. ``held`` are the elements to exchange them for, where these are in order on the host.
+    """
+
+    chunk: Chunk
+    places: Tensor | None
+    bits: Tensor
+    held: list[_cpu.Piece] | None = None
+
+    def pieces(self) -> Iterator[tuple[Piece, Tensor | None, Tensor]]:
+        """Yield each piece that changes, the places in it, None for all, and their bits."""
+        first = begin = 0
+        for piece in self.chunk.pieces:
+            last = first + piece.count
+            if self.places is None:
+                yield piece, None, self.bits[first:last]
+            else:
+                end = int(torch.searchsorted(self.places, last))
+                if end > begin:
+                    yield piece, self.places[begin:end] - first, self.bits[begin:end]
+                begin = end
+            first = last
+
+    def changes(self, written_to: Mapping[str, Part] | None = None) -> Iterator[Change]:
+        """Yield what changes in each tensor; once it is written, the parts have the new bits."""
+        if self.chunk.code == "removed":
+            for piece in self.chunk.pieces:
+                yield Change.gone(piece.name, piece.dtype, piece.shape)
+        for piece, places, bits in self.pieces():
+            if places is not None:
+                places, order = places.sort()
+                bits = bits[order]
+            numbers = piece.numbers(places)
+            if written_to is not None:
+                part = written_to[piece.name]
+                _, local = part.places_of(numbers.to(part.local.device))
+                bits = part.take(local).cpu()
+            values = bits.view(piece.dtype)
+            yield Change(piece.name, piece.dtype, piece.shape, numbers, values, self.chunk.new)
+
+    def swap(self, parts: Mapping[str, Part]) -> None:
+        """Exchange the bits for those of the elements: write new ones, or put old ones back."""
+        if self.held is not None and self.places is not None:
+            _cpu.delta_swap(self.held, self.places, self.bits)
+            return
+        for i, (piece, places, bits) in enumerate(self.pieces()):
+            part = parts[piece.name]
+            elements = None if self.held is None else self.held[i][0]
+            if elements is not None:
+                before = elements.clone()
+                elements.copy_(bits)
+            else:
+                _, local = part.places_of(piece.numbers(places).to(part.local.device))
+                before = part.take(local).cpu()
+                part.put(local, bits)
+            bits.copy_(before)
 
 
 def decode(chunk: bytes | memoryview | Chunk, base: Weights | None = None) -> Iterator[Change]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,22 +12,42 @@ from itertools import accumulate
 
 import torch
 
+from sparcel import _cpu
 from sparcel._checks import checked_whole
-from sparcel.delta.bits import layout_of
+from sparcel.delta.bits import layout_of, planes_of
 from sparcel.delta.chunk import MOST_ELEMENTS, MOST_NUMBER, MOST_SHARDS, Chunk, Version
 from sparcel.delta.header import template_of
-from sparcel.delta.making import CODES, changed, new, removed
-from sparcel.delta.parts import Part, Weights, parts_of, ties_of, untied
+from sparcel.delta.parts import (
+    Part,
+    Weights,
+    held,
+    kernel_pieces,
+    parts_of,
+    sum_of,
+    ties_of,
+    untied,
+)
 from sparcel.delta.pieces import CHUNK_BYTES, MOST_PIECES, Piece
 from sparcel.delta.threads import in_threads
 from sparcel.errors import checked_name
 
 _ENOUGH = 1 << 16
 """Changes that a header and what models learn cost little beside."""
+
 _MOST_BYTES = 32 << 20
 """Most bytes of weights in a chunk, however few of them change."""
+
 _SAMPLES, _SAMPLE = 16, 1 << 11
 """Places at which elements are sampled, and how many there."""
+
+CODES = {"exponents": (_cpu.MOST_CLASSES, True), "steps": (1, True), "values": (1, False)}
+"""How many classes of exponents a code has, and whether it holds steps or new values."""
+
+_MANY = 8
+"""If one in so many elements changes, or more, they may change alike."""
+
+_TRIED = 1 << 14
+"""Elements whose XOR tells whether that of all is worth while."""
 
 
 def encode(
@@ -189,3 +210,90 @@ def chunk_bytes(names: list[str], now: Mapping[str, Part], old: Mapping[str, Par
         looked_at += last - first
     enough = _ENOUGH * looked_at // max(differ, 1) * itemsize
     return min(max(enough, CHUNK_BYTES), _MOST_BYTES, MOST_ELEMENTS * itemsize)
+
+
+def changed(
+    blank: Chunk,
+    pieces: list[Piece],
+    now: Mapping[str, Part],
+    old: Mapping[str, Part],
+    code: str,
+) -> Chunk | None:
+    """Return the chunk that tells how pieces change, in the shortest way; None if none does."""
+    layout = layout_of(pieces[0].dtype)
+    classes, steps = CODES[code]
+    before, after = kernel_pieces(pieces, old), kernel_pieces(pieces, now)
+    changing, nibbles, limits, changes, shift, places, values, bits, total = _cpu.delta_encode(
+        before, after, *layout.coded, classes, steps
+    )
+    if not changing:
+        return None
+    pieces, before = [pieces[i] for i in changing], [before[i] for i in changing]
+    after = [after[i] for i in changing]
+    coded = replace(
+        blank,
+        code="nibbles" if nibbles else "steps" if steps else "values",
+        layout=layout,
+        pieces=tuple(pieces),
+        sum=total,
+        limits=tuple(limits),
+        changes=tuple(changes),
+        nibbles=nibbles,
+        shift=shift,
+        lengths=(len(places), len(values), len(bits)),
+        streams=places + values + bits,
+    )
+    if steps:
+        coded = _xored(coded, before, after)
+    if len(coded.streams) < coded.elements * layout.itemsize:
+        return coded
+    return _dense(blank, pieces, after, total, new=False)
+
+
+def _xored(coded: Chunk, old: list[_cpu.Piece], now: list[_cpu.Piece]) -> Chunk:
+    """Return a chunk with the XOR of all elements, packed, if that is shorter.
+
+    It can be where many change alike. A sample of the longest piece tells whether it may be.
+    """
+    size = coded.elements * coded.layout.itemsize
+    if _MANY * coded.changed < coded.elements or size > CHUNK_BYTES:
+        return coded
+    both = list(zip(held(old), held(now), strict=True))
+    before, after = max(both, key=lambda pair: len(pair[0]))
+    tried = planes_of(before[:_TRIED] ^ after[:_TRIED])
+    if len(zlib.compress(tried, 1)) * size > len(coded.streams) * len(tried):
+        return coded
+    packed = zlib.compress(planes_of(torch.cat([a ^ b for a, b in both])))
+    if len(packed) >= len(coded.streams):
+        return coded
+    alike = replace(coded, code="xor", limits=(), changes=(coded.changed,), nibbles=0, shift=0)
+    return replace(alike, lengths=(0, 0, len(packed)), streams=packed)
+
+
+def _dense(
+    blank: Chunk, pieces: list[Piece], now: list[_cpu.Piece], total: int, new: bool
+) -> Chunk:
+    streams = b"".join(bits.numpy().tobytes() for bits in held(now))
+    return replace(
+        blank,
+        code="dense",
+        layout=layout_of(pieces[0].dtype),
+        pieces=tuple(pieces),
+        sum=total,
+        new=new,
+        lengths=(0, 0, len(streams)),
+        streams=streams,
+    )
+
+
+def new(blank: Chunk, pieces: list[Piece], now: Mapping[str, Part]) -> Chunk:
+    """Return the chunk that brings pieces of tensors which are not there."""
+    there = kernel_pieces(pieces, now)
+    total = _cpu.delta_sum(there, pieces[0].dtype.itemsize)
+    return _dense(blank, pieces, there, total, new=True)
+
+
+def removed(blank: Chunk, pieces: list[Piece], old: Mapping[str, Part]) -> Chunk:
+    """Return the chunk that takes tensors away."""
+    total = -sum(sum_of(old[piece.name]) for piece in pieces) % (1 << 64)
+    return replace(blank, layout=layout_of(pieces[0].dtype), pieces=tuple(pieces), sum=total)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -18,15 +20,12 @@ from torch import Tensor
 
 from sparcel.delta.bits import LAYOUTS
 from sparcel.delta.chunk import Chunk, Version
-from sparcel.delta.listed import Listed
-from sparcel.delta.making import sum_of_piece
-from sparcel.delta.parsing import is_too_nested, loads, malformed, whole
-from sparcel.delta.parts import Part, parts_of, ties_of, untied
-from sparcel.delta.pieces import CHUNK_BYTES, MOST_DIMS, Piece, whole_piece
+from sparcel.delta.header import is_too_nested, loads, malformed, whole
+from sparcel.delta.parts import Part, parts_of, sum_of_piece, ties_of, untied
+from sparcel.delta.pieces import CHUNK_BYTES, MOST_DIMS, Only, Piece, Slice, whole_piece
 from sparcel.delta.threads import in_pool, in_threads
 from sparcel.errors import FormatError, InputError, few, shown
 from sparcel.stores import Ranged
-from sparcel.stores.ranged import near
 from sparcel.training.names import model_names
 
 _NAMES = {layout.dtype: layout.safetensors for layout in LAYOUTS.values() if layout.safetensors}
@@ -34,9 +33,21 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _MOST_HEADER = 100_000_000
 _READS = 8
 """How many reads of a file are on the way at a time."""
+
 NOTHING_TO_PUBLISH = "there are no tensors to publish; did a filter leave all names out?"
 METADATA = "__metadata__"
 """The one name in a header that is not a tensor's."""
+
+_CHUNK = re.compile(
+    r"chunk\.(\d{1,9})(?:\.(\d{1,19})-(\d{1,19})\.([\dx]*)\.(.*))?", re.ASCII | re.DOTALL
+)
+"""How files name chunks: by their number, and maybe by which elements of which tensor they tell."""
+
+_NEAR = 1 << 16
+"""Bytes that are read with what is before and after them, rather than asking once more."""
+
+_MOST_READ = 32 << 20
+"""Most bytes that are read at once for several spans."""
 
 
 def check_storable(parts: Mapping[str, Part]) -> None:
@@ -185,13 +196,8 @@ class File:
     def _read(self, begin: int, end: int) -> memoryview:
         return self._data[begin:end]
 
-    def block_sums(self, version: Version) -> dict[str, list[int]] | None:
-        """Return the sums of the blocks of each tensor, which make up a version's.
-
-        None if the anchor does not tell them, as the first ones did not.
-        """
-        if not {"sums", "listed_crc"} & self.metadata.keys():
-            return None
+    def block_sums(self, version: Version) -> dict[str, list[int]]:
+        """Return the sums of the blocks of each tensor of an anchor, which make up a version's."""
         self._check_listed()
         with malformed(f"{self.name} has wrong sums"):
             text = self.metadata["sums"]
@@ -307,3 +313,68 @@ def _header(
             f" which holds at most {_MOST_HEADER} and few brackets; shorten them"
         )
     return len(text).to_bytes(8, "little") + text
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A chunk, as a file lists it.
+
+    Attributes
+    ----------
+    key
+        Its name in the file.
+    number
+        Its number.
+    name, shape
+        The tensor that it tells of; no name if it may tell of any.
+    first, end
+        Between these are the elements that it tells of.
+    """
+
+    key: str
+    number: int
+    name: str | None = None
+    shape: tuple[int, ...] = ()
+    first: int = 0
+    end: int = 0
+
+    @classmethod
+    def of(cls, number: int, pieces: Sequence[Piece]) -> Listed:
+        """List a chunk, which tells of these pieces."""
+        if len({piece.name for piece in pieces}) != 1:
+            return cls(f"chunk.{number}", number)
+        name, shape = pieces[0].name, pieces[0].shape
+        first, end = min(one.first for one in pieces), max(one.end for one in pieces)
+        key = f"chunk.{number}.{first}-{end}.{'x'.join(map(str, shape))}.{name}"
+        return cls(key, number, name, shape, first, end)
+
+    @classmethod
+    def read(cls, key: str) -> Listed:
+        """Return what a name tells, or raise ValueError."""
+        match = _CHUNK.fullmatch(key)
+        if match is None:
+            raise ValueError(f"{shown(key)} is no chunk")
+        number, first, end, shape, name = match.groups(default="")
+        if match[5] is None:
+            return cls(key, int(number))
+        lengths = tuple(int(length) for length in shape.split("x") if length)
+        return cls(key, int(number), name, lengths, int(first), int(end))
+
+    def concerns(self, only: Only) -> bool:
+        """Tell whether it may tell of what a reader has."""
+        if self.name is None or self.name not in only:
+            return self.name is None
+        begin, end = Slice.of(only[self.name], self.name, self.shape).rows(self.shape)
+        return self.first == 0 if begin == end else self.first < end and begin < self.end
+
+
+def near(spans: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Yield spans of a file that are best read at once, because little is between them."""
+    run: list[tuple[int, int]] = []
+    for begin, end in spans:
+        if run and not (0 <= begin - run[-1][1] <= _NEAR and end - run[0][0] <= _MOST_READ):
+            yield run
+            run = []
+        run.append((begin, end))
+    if run:
+        yield run

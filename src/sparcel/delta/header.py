@@ -1,4 +1,4 @@
-"""The header of a chunk: JSON, packed, which tells similar tensors together."""
+"""The header of a chunk, and how what others wrote is parsed."""
 
 from __future__ import annotations
 
@@ -7,17 +7,24 @@ import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, groupby, repeat
 from typing import Any
 
 from sparcel.delta.bits import Layout
-from sparcel.delta.parsing import MOST_NESTED, nested, whole
 from sparcel.delta.pieces import MOST_DIMS, MOST_PIECES, Piece, whole_piece
-from sparcel.errors import InputError, shown
+from sparcel.errors import FormatError, InputError, SparcelError, shown
+
+_WRONG = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+"""What Python raises when data have another form than was expected."""
+
+MOST_NESTED = 1 << 17
+"""Most lists and objects in a header, and brackets in its names: each takes dozens of bytes."""
 
 _MOST = 16 << 20
 """Most bytes of a header, and of the names that it tells."""
+
 _FREE, _RATIO = 4 << 10, 32
 """A header may unpack to so many bytes, and so many more for each byte that it has packed. Names of
 tensors shrink to about a twenty-fifth, and nothing that is worth reading to a thousandth."""
@@ -48,6 +55,45 @@ _DICTIONARY = (
 """What headers have in common: it is part of the layout, and never changes."""
 
 
+@contextmanager
+def malformed(what: str, way_out: str = "") -> Iterator[None]:
+    """Raise FormatError if the block, which parses something, meets anything unexpected."""
+    try:
+        yield
+    except SparcelError:
+        raise
+    except (*_WRONG, zlib.error) as error:
+        hint = f"; {way_out}" if way_out else ""
+        raise FormatError(f"{what}: {shown(repr(error))}{hint}") from None
+
+
+def nested(text: bytes) -> int:
+    """Return how many lists and objects a text may have."""
+    return text.count(b"[") + text.count(b"{")
+
+
+def is_too_nested(text: bytes) -> bool:
+    """Tell whether a list of files or tensors has more brackets than `loads` takes.
+
+    A tensor has three in at least 48 bytes, and a file fewer; names may have some more.
+    """
+    return nested(text) > MOST_NESTED + len(text) // 16
+
+
+def loads(text: bytes) -> Any:
+    """Parse a list of files or tensors, or raise ValueError if it would take too much memory."""
+    if is_too_nested(text):
+        raise ValueError(f"it has {nested(text)} brackets in {len(text)} bytes")
+    return json.loads(text)
+
+
+def whole(number: object, limit: int = 1 << 63) -> int:
+    """Return a whole number below a limit, or raise ValueError."""
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < limit:
+        raise ValueError(f"{number!r} is no whole number below {limit}")
+    return number
+
+
 def packed(header: Mapping[str, object]) -> bytes:
     """Pack a header, or raise InputError if it would be longer than readers take."""
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -67,32 +113,7 @@ def _deflated(text: bytes, level: int) -> bytes:
 
 def unpacked(packed: memoryview) -> dict[str, Any]:
     """Return a header that was packed, or raise ValueError or zlib's error."""
-    return _loaded(zlib.decompressobj(-zlib.MAX_WBITS, zdict=_DICTIONARY), packed)
-
-
-def unpacked_first(packed: memoryview) -> dict[str, Any]:
-    """Return a header of the first layout, which lists each tensor apart, in the present form."""
-    header = _loaded(zlib.decompressobj(), packed)
-    pieces = header["pieces"]
-    return header | {
-        "base": header["base"][0],
-        "sums": [int(header["base"][1], 16), int(header["sum"], 16)],
-        "shift": 0,
-        "nibbles": 0,
-        "tensors": [[1, [name], shape, []] for name, shape, *_ in pieces],
-        "cuts": [_cut_first(*cut) for _, _, *cut in pieces],
-    }
-
-
-def _cut_first(*cut: Any) -> list[Any]:
-    """Return how a piece of the first layout is cut, as it is told now."""
-    if not cut:
-        return []
-    first, row, stride, count = cut
-    return [first, count, row, stride]
-
-
-def _loaded(unpacker: Any, packed: memoryview) -> dict[str, Any]:
+    unpacker = zlib.decompressobj(-zlib.MAX_WBITS, zdict=_DICTIONARY)
     most = _most_text(len(packed))
     text = unpacker.decompress(packed, most + 1)  # of 0 it would take for no limit
     if not unpacker.eof or len(text) > most:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Set
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Set
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeAlias, TypeVar, cast
 
 import torch
@@ -14,14 +14,15 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
+from sparcel import _cpu
 from sparcel.delta.bits import LAYOUTS, bits_of
-from sparcel.delta.pieces import Piece, piece_of_shard, whole_piece
-from sparcel.delta.slices import Sliced
+from sparcel.delta.chunk import Version
+from sparcel.delta.pieces import CHUNK_BYTES, Piece, Sliced, piece_of_shard, whole_piece
+from sparcel.delta.threads import in_threads
 from sparcel.errors import InputError, shown
 from sparcel.training.names import model_names
 
 M = TypeVar("M", bound=Mapping[str, Tensor])
-
 Weights: TypeAlias = nn.Module | Mapping[str, Tensor]
 """A module, whose state dict counts, or tensors by name."""
 
@@ -253,3 +254,37 @@ def elements_of(parts: Mapping[str, Part]) -> int:
 def untied(parts: Mapping[str, Part]) -> dict[str, Part]:
     """Return one part, the owner, of all that share the same memory."""
     return {name: parts[name] for name, owner in owners(parts).items() if name == owner}
+
+
+def kernel_piece(piece: Piece, bits: Tensor | None) -> _cpu.Piece:
+    """Return a piece as the compiled kernels take it, with its bits on the host, or without any."""
+    there = None if bits is None else bits.cpu()
+    return (there, piece.count, piece.key, piece.first, piece.row, piece.stride)
+
+
+def kernel_pieces(pieces: Iterable[Piece], parts: Mapping[str, Part] | None) -> list[_cpu.Piece]:
+    """Return pieces as the compiled kernels take them, with the bits that parts hold, if given."""
+    if parts is None:
+        return [kernel_piece(piece, None) for piece in pieces]
+    return [kernel_piece(piece, parts[piece.name].gathered(piece)) for piece in pieces]
+
+
+def held(pieces: Iterable[_cpu.Piece]) -> list[Tensor]:
+    """Return the bits of pieces that have them."""
+    return [bits for bits, *_ in pieces if bits is not None]
+
+
+def sum_of(part: Part) -> int:
+    """Return the sum (64 bits) of what a part's elements add to that of their version."""
+    return sum(sum_of_piece(part, piece) for piece in part.pieces(CHUNK_BYTES)) % (1 << 64)
+
+
+def sum_of_piece(part: Part, piece: Piece) -> int:
+    """Return what a piece of a part adds to the sum of its version."""
+    return _cpu.delta_sum([kernel_piece(piece, part.gathered(piece))], piece.dtype.itemsize)
+
+
+def version_of(tensors: Weights, number: int = 0) -> Version:
+    """Return the version that weights are; of DTensors, the sum counts this rank's shards."""
+    jobs = [partial(sum_of, part) for part in untied(parts_of(tensors)).values()]
+    return Version(number, sum(in_threads(iter(jobs))) % (1 << 64))

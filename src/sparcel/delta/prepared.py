@@ -21,10 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from sparcel.delta.bits import bits_of
-from sparcel.delta.change import Change
 from sparcel.delta.chunk import Version
-from sparcel.delta.decoding import FETCH
-from sparcel.delta.found import Found
+from sparcel.delta.decoding import FETCH, Change, Found
 from sparcel.delta.parts import Part, memory_of, owners, parts_of, tensors_of
 from sparcel.delta.threads import in_pool
 from sparcel.errors import VersionError, shown

@@ -12,15 +12,20 @@ from torch import Tensor
 
 from sparcel._checks import check_callable, checked_flag, checked_whole
 from sparcel.delta.applying import apply_, write_in_turn
-from sparcel.delta.base import copied, remembered
-from sparcel.delta.casting import Cast, served
+from sparcel.delta.base import Cast, copied, remembered, served
 from sparcel.delta.chunk import Chunk, Version, read_chunk
-from sparcel.delta.encoding import encode_parts
+from sparcel.delta.encoding import CODES, encode_parts
 from sparcel.delta.files import NOTHING_TO_PUBLISH, File, anchor_file, check_storable, delta_file
-from sparcel.delta.index import Entry, Index, file_name
-from sparcel.delta.index_writer import IndexWriter
-from sparcel.delta.making import CODES, version_of
-from sparcel.delta.parts import Part, Weights, elements_of, parts_of, tensors_of, ties_of
+from sparcel.delta.index import Entry, Index, IndexWriter, file_name
+from sparcel.delta.parts import (
+    Part,
+    Weights,
+    elements_of,
+    parts_of,
+    tensors_of,
+    ties_of,
+    version_of,
+)
 from sparcel.delta.subscriber import Subscriber
 from sparcel.errors import FormatError, InputError, VersionError, checked_name, shown
 from sparcel.stores import Store, mapped, store_at

@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from sparcel._checks import check_callable, checked_flag, checked_whole
-from sparcel.comm import Group, resolve
+from sparcel.comm import ALL_CONTROL, Communicator, Group, resolve
 from sparcel.delta.applying import write_in_turn
-from sparcel.delta.base import copied
+from sparcel.delta.base import Cast, copied, served
 from sparcel.delta.bits import key_of, signed
-from sparcel.delta.casting import Cast
 from sparcel.delta.chunk import Chunk, Version, read_chunk
-from sparcel.delta.encoding import encode_parts
-from sparcel.delta.files import delta_file
-from sparcel.delta.index import file_name
-from sparcel.delta.index_writer import IndexWriter
-from sparcel.delta.making import CODES
-from sparcel.delta.owned import Held, checked, gathered, owned
-from sparcel.delta.parts import Part, Weights, elements_of, ties_of
+from sparcel.delta.encoding import CODES, encode_parts
+from sparcel.delta.files import NOTHING_TO_PUBLISH, check_storable, delta_file
+from sparcel.delta.index import IndexWriter, file_name
+from sparcel.delta.parts import Part, Weights, elements_of, owners, parts_of, tensors_of, ties_of
 from sparcel.delta.pieces import Piece
 from sparcel.errors import InputError, MismatchError, VersionError, checked_name, shown
 from sparcel.stores import Store, store_at
 
 T = TypeVar("T")
-
 _NOTHING = Version(0, 0)
 """The version without tensors, which is the base of whole models."""
 
@@ -278,3 +274,95 @@ def _told(chunk: bytes) -> tuple[Chunk, int]:
 def _copied(parts: Mapping[str, Part]) -> dict[str, Part]:
     """Copy parts to the host; tied ones stay tied."""
     return {name: Part(parts[name].piece, local) for name, local in copied(parts).items()}
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds of a tensor, and what all ranks that hold some of it must know alike."""
+
+    piece: Piece
+    kind: int
+
+    def row(self) -> tuple[int, ...]:
+        """Return it as numbers of 64 bits: the name, the kind, and the elements."""
+        one = self.piece
+        name = key_of(one.name, torch.uint8, ())
+        elements = (one.first, one.row, one.stride, one.count) if one.count else (0,) * 4
+        return signed(name), signed(self.kind), *elements
+
+
+def checked(weights: Weights, cast: Cast | None) -> tuple[dict[str, Part], dict[str, Held]]:
+    """Return the parts that this rank holds, and what it tells others of them."""
+    tensors = served(tensors_of(weights), cast)
+    parts = parts_of(tensors)
+    check_storable(parts)
+    owner = owners(parts)
+    held = {}
+    for name, part in parts.items():
+        placed = getattr(tensors[name], "placements", None)
+        told = repr((name, placed, owner[name]))
+        held[name] = Held(part.piece, key_of(told, part.piece.dtype, part.piece.shape))
+    return parts, held
+
+
+def gathered(held: Mapping[str, Held], comm: Communicator) -> list[Tensor]:
+    """Return what each rank holds, as rows of numbers, by rank; all ranks call."""
+    mine = torch.tensor([one.row() for one in held.values()], dtype=torch.int64).view(-1, 6)
+    counts = comm.gather_numbers(len(mine))
+    sizes = [count * mine.itemsize * mine.shape[1] for count in counts]
+    octets = mine.view(torch.uint8).flatten()
+    rows = comm.gather_blocks(octets, sizes, ALL_CONTROL).view(torch.int64).view(-1, 6)
+    return list(rows.split(counts))
+
+
+def owned(held: Mapping[str, Held], everywhere: Sequence[Tensor], rank: int) -> set[str]:
+    """Return the names of the tensors whose elements a rank publishes, as far as it holds them.
+
+    Of ranks that hold the same elements, the first one publishes them.
+
+    Parameters
+    ----------
+    held
+        What this rank holds of each tensor.
+    everywhere
+        What each rank holds, as `gathered`.
+    rank
+        This one.
+
+    Raises
+    ------
+    InputError
+        If no rank has a tensor, or ranks together do not hold each element of each tensor in one
+        piece.
+    MismatchError
+        If ranks hold different tensors of the same name.
+    """
+    if not any(map(len, everywhere)):
+        raise InputError(NOTHING_TO_PUBLISH)
+    there: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+    for holder, rows in enumerate(everywhere):
+        for name, *rest in rows.tolist():
+            there[name].append((holder, *rest))
+    mine = set()
+    for name, one in held.items():
+        own = one.row()
+        alike = there[own[0]]
+        if any(kind != own[1] for _, kind, *_ in alike):
+            raise MismatchError(
+                f"ranks publish different tensors as {shown(name)}; dtype, shape, placement and"
+                " ties must be the same on all that have it"
+            )
+        first: dict[tuple[int, ...], int] = {}
+        for holder, _, *elements in alike:
+            first.setdefault(tuple(elements), holder)
+        piece = one.piece
+        different = [replace(piece, first=a, row=b, stride=c, count=n) for a, b, c, n in first if n]
+        if not piece.made_of(different):
+            raise InputError(
+                f"{shown(name)} has {piece.size} elements, and the ranks of this group hold"
+                f" {sum(one.count for one in different)} in different pieces, with gaps or some"
+                " twice; pass a group with all ranks that share it, which cut it in one way"
+            )
+        if rank in first.values() and (piece.count or not piece.size):
+            mine.add(name)
+    return mine

@@ -9,18 +9,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sparcel.delta.applying import check_together
+from sparcel.delta.applying import check_together, check_writable
 from sparcel.delta.chunk import Chunk, Version, read_chunk
-from sparcel.delta.decoding import found_in, looked_up, told_of
+from sparcel.delta.decoding import Found, found_in, looked_up, told_of
 from sparcel.delta.files import File
-from sparcel.delta.found import Found
-from sparcel.delta.making import sum_of_piece
-from sparcel.delta.parts import Part, owners, parts_of
-from sparcel.delta.pieces import CHUNK_BYTES, Piece
+from sparcel.delta.parts import Part, owners, parts_of, sum_of_piece
+from sparcel.delta.pieces import CHUNK_BYTES, Only, Piece, Slice, Sliced
 from sparcel.delta.prepared import Prepared
-from sparcel.delta.slices import Only, Slice, Sliced
 from sparcel.delta.threads import in_threads
-from sparcel.delta.writable import check_writable
 from sparcel.errors import FormatError, InputError, VersionError, few, shown
 
 
@@ -45,11 +41,6 @@ def sliced_of(files: list[File], only: Only, version: Version) -> Sliced:
 def _of_blocks(file: File, only: Only, version: Version) -> Sliced:
     """Take slices of tensors, whose blocks have sums."""
     sums = file.block_sums(version)
-    if sums is None:
-        raise VersionError(
-            f"{file.name} tells no sums of blocks, as older versions of sparcel did not, so nobody"
-            " can check a part of it; wait for the next whole model, or leave only= out"
-        )
     read, names = Sliced({}, only), [name for name in only if name in sums]
     jobs = (partial(_slice_of, file, name, only, sums[name]) for name in names)
     for name, (piece, tensor) in zip(names, in_threads(jobs), strict=True):

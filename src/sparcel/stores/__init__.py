@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 
 from sparcel.errors import FormatError, InputError
 from sparcel.stores.folder import Folder as Folder
-from sparcel.stores.ranged import Ranged as Ranged
+from sparcel.stores.folder import Ranged as Ranged
 
 
 @runtime_checkable

@@ -1,24 +1,65 @@
-"""A folder on a file system whose renames are atomic."""
+"""Files of which only some bytes are read."""
 
 from __future__ import annotations
 
 import errno
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from threading import Lock
 
 from sparcel._files import create, locked, mapped, open_regular, read_whole, real, replacing
 from sparcel.errors import FormatError, InputError
-from sparcel.stores.ranged import Ranged
 
 _LOCK = ".lock"
 """A file that publishers lock; it holds nothing."""
 
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)
 """What the kernel says of file systems without hard links."""
+
+
+class Ranged:
+    """A file of which only those bytes are read that are asked for, by a slice.
+
+    Several threads may do so at the same time.
+
+    Parameters
+    ----------
+    size
+        Its length.
+    read
+        Returns the bytes from one to before another one.
+
+    Attributes
+    ----------
+    bytes
+        How many were read.
+    """
+
+    _HEAD = 1 << 16
+    """Bytes at the beginning that are read at once, because whoever reads a file begins there."""
+
+    def __init__(self, size: int, read: Callable[[int, int], memoryview]) -> None:
+        self._size, self._read = size, read
+        self._head = read(0, min(size, self._HEAD)) if size else memoryview(b"")
+        self.bytes, self._counting = len(self._head), Lock()
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, part: slice) -> memoryview:
+        begin, end, _ = part.indices(self._size)
+        known = self._head[begin:end]
+        first = begin + len(known)
+        if first >= end:
+            return known
+        with self._counting:
+            self.bytes += end - first
+        rest = self._read(first, end)
+        return memoryview(bytearray().join([known, rest])) if known else rest
 
 
 class Folder:

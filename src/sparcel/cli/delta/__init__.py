@@ -6,9 +6,8 @@ import typer
 
 from sparcel.cli.delta.apply import apply
 from sparcel.cli.delta.diff import diff
-from sparcel.cli.delta.log import log
+from sparcel.cli.delta.log import log, watch
 from sparcel.cli.delta.verify import verify
-from sparcel.cli.delta.watch import watch
 
 delta = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 for command in (diff, apply, log, verify, watch):

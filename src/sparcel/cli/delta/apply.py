@@ -10,8 +10,15 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
-from sparcel.cli.delta.places import Checkpoint, OldCheckpoint, open_checkpoint, open_delta, writing
-from sparcel.cli.delta.shown import console, share
+from sparcel.cli.delta.places import (
+    Checkpoint,
+    OldCheckpoint,
+    console,
+    open_checkpoint,
+    open_delta,
+    share,
+    writing,
+)
 from sparcel.cli.options import check_apart, check_output
 from sparcel.errors import FormatError, InputError, VersionError
 

@@ -12,8 +12,16 @@ from typing import IO, TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from sparcel.cli.delta.places import Checkpoint, OldCheckpoint, open_checkpoint, writing
-from sparcel.cli.delta.shown import bits_each, console, share, size
+from sparcel.cli.delta.places import (
+    Checkpoint,
+    OldCheckpoint,
+    bits_each,
+    console,
+    open_checkpoint,
+    share,
+    size,
+    writing,
+)
 from sparcel.cli.options import check_apart, check_output
 
 if TYPE_CHECKING:
@@ -45,7 +53,7 @@ def diff(
 
     Tensors are compared bit by bit, so nothing is lost. Checkpoints may be larger than memory.
     """
-    from sparcel.delta.making import CODES
+    from sparcel.delta.encoding import CODES
     from sparcel.delta.parts import tensors_of
     from sparcel.errors import checked_name
 

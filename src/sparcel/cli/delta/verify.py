@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sparcel.cli.delta.places import (
+    console,
     index_of,
     is_delta,
     lacks_folder,
     open_checkpoint,
     open_delta,
     open_store,
+    size,
 )
-from sparcel.cli.delta.shown import console, size
 from sparcel.errors import FormatError, InputError, SparcelError, VersionError, public_url
 
 if TYPE_CHECKING:
@@ -150,8 +151,7 @@ class _Checking:
         return files
 
     def _contents(self, entry: Entry, files: list[File]) -> list[str]:
-        from sparcel.delta.anchor import whole_of
-        from sparcel.delta.reading import check_stated
+        from sparcel.delta.kept import check_stated, whole_of
 
         check_stated(entry, files)
         if entry.base is None and files[0].whole:
@@ -181,7 +181,7 @@ class _Checking:
 
     def _made(self, way: list[Entry]) -> dict[str, Tensor] | None:
         """Make a version by a whole model and deltas, if these are still what they were."""
-        from sparcel.delta.anchor import whole_of
+        from sparcel.delta.kept import whole_of
 
         anchor, *steps = way
         files = self._open(anchor)
