@@ -148,7 +148,7 @@ class SparseStream:
     @property
     def value_bytes(self) -> int:
         """Bytes of one coordinate's value, or of its row of values."""
-        return self.dtype.itemsize * (1 if self.width is None else self.width)
+        return value_bytes(self.dtype, self.width)
 
     @property
     def device(self) -> torch.device:
@@ -375,6 +375,11 @@ def concatenate(
 
 WRITTEN = SparseStream.unchecked(None, torch.empty(0, device="cpu"), 0)
 """Stands for a stream whose entries are in their place already."""
+
+
+def value_bytes(dtype: torch.dtype, width: int | None) -> int:
+    """Return the bytes of one coordinate's value, or of its row of ``width`` values."""
+    return dtype.itemsize * (1 if width is None else width)
 
 
 def dense_from(size: int, value_bytes: int) -> int:

@@ -25,7 +25,7 @@ from sparcel.formats import (
 from sparcel.ops import SUM, Op
 from sparcel.profiling import timed
 from sparcel.stages import goes_direct
-from sparcel.stream import SparseStream, concatenate, reduce
+from sparcel.stream import SparseStream, concatenate, reduce, value_bytes
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class Wire:
 
     def compact(self, stream: SparseStream, op: Op = SUM) -> SparseStream:
         """Return the stream itself, or a dense one where that takes fewer bytes on the wire."""
-        return stream.compact(op, self._dense_at(stream.size, stream))
+        return stream.compact(op, self.format.dense_from(stream.size, stream.value_bytes))
 
     @timed("reduce")
     def reduce(self, streams: Sequence[SparseStream], op: Op = SUM) -> SparseStream:
@@ -101,12 +101,13 @@ class Wire:
         A dense one is written to ``out``, if given.
         """
         size = sum(stream.size for stream in streams)
-        return concatenate(streams, op, self._dense_at(size, streams[0]), out)
+        dense_at = self.format.dense_from(size, streams[0].value_bytes)
+        return concatenate(streams, op, dense_at, out)
 
     def most_bytes(self, expected: Expected) -> int:
         """Return the most bytes of a message that holds what is expected."""
         size, nnz = expected.size, expected.max_nnz
-        lengths = Lengths(self.format, size, expected.value_bytes)
+        lengths = Lengths(self.format, size, value_bytes(expected.dtype, expected.width))
         if expected.stays_sparse:
             return lengths.sparse_message(size if nnz is None else min(nnz, size))
         return lengths.most_bytes(nnz)
@@ -293,9 +294,6 @@ class Wire:
             own if rank == self.rank else self.decode(rank, messages[rank], like) for rank in ranks
         ]
         return self.reduce(streams, op)
-
-    def _dense_at(self, size: int, like: SparseStream) -> int:
-        return self.format.dense_from(size, like.value_bytes)
 
 
 def collective(

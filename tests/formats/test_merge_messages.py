@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from sparcel import SparseStream, formats
 from sparcel.errors import SparcelError
 from sparcel.formats import RAW, Format, merge_messages
-from sparcel.formats.header import HEADER_BYTES
+from sparcel.formats.message import HEADER_BYTES
 from sparcel.ops import SUM
 from sparcel.stream import reduce
 from tests.strategies import DTYPES, OPS, index_sets, make_stream, same_stream

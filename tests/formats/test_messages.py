@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from sparcel import SparseStream, _cpu, formats
 from sparcel.errors import FormatError, InputError, MismatchError
 from sparcel.formats import RAW, FewBits, Format, Lengths
-from sparcel.formats.header import ALIGNMENT, HEADER_BYTES, Header
-from sparcel.formats.message import message_of
+from sparcel.formats.message import ALIGNMENT, HEADER_BYTES, Header, message_of
 from sparcel.kernels.definitions.packing import join_message
 from tests.kernels.test_packing import lists_of_indices
 from tests.strategies import (

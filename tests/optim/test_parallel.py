@@ -25,7 +25,7 @@ from sparcel.comm import Communicator
 from sparcel.cost import Rates, stated_rates
 from sparcel.errors import CommunicationError, InputError, MismatchError
 from sparcel.optim import parallel
-from sparcel.optim._shares import divide
+from sparcel.optim.parallel import divide
 from tests.strategies import DTYPES, FLOATS, same_bits
 from tests.workers import on_engines_in_turn
 

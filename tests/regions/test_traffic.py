@@ -43,7 +43,9 @@ def test_bytes_are_those_of_the_counts_in_headers(case: Steps) -> None:
                 assert header.size == regions.length(about)
                 assert message.numel() == header.length
                 coded = format if number % 2 == 0 else answer
-                assert header.length == coded.nbytes(header.sparse_nnz, header.size, 4)
+                assert header.length == coded.nbytes(
+                    None if header.dense else header.nnz, header.size, 4
+                )
                 sent += header.length
                 selected += header.nnz if number % 2 == 0 else 0
         assert one.traffic[0] == sent

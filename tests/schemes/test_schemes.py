@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import sparcel
 from sparcel import simulate
 from sparcel.errors import InputError, MismatchError
-from sparcel.formats.header import HEADER_BYTES
+from sparcel.formats.message import HEADER_BYTES
 from sparcel.schemes import SCHEMES as TABLE
 from sparcel.schemes import Costs, Request
 from tests.collectives.test_others import largest, tree

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.streams.paper_selectors import rounded
 from sparcel.selectors.base import reaching
 from sparcel.selectors.draws import distinct, integers
-from sparcel.selectors.papers.mstopk import _all_reaching
+from sparcel.selectors.from_papers import _all_reaching
 from tests.selectors.test_properties import vectors
 
 

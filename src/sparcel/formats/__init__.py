@@ -1,14 +1,30 @@
 """Formats: how a stream is laid out in bytes for the wire.
 
-A format is an index code (`indices`) times a value code (`values`). Every message begins with a
-`header` that names both, so `decode` decodes any message. The header is control, which a receiver
-needs on its host; what follows is payload, which stays on its device (`message`).
+A format is an index code (`indices`) times a value code (`values`). Every `message` begins with a
+header that names both, so `decode` decodes any message. The header is control, which a receiver
+needs on its host; what follows is payload, which stays on its device.
 """
 
-from sparcel.formats.format import RAW, Format, Packet, decode, format_named, merge_messages
-from sparcel.formats.header import HEADER_BYTES, Header, message_length
-from sparcel.formats.lengths import Lengths
-from sparcel.formats.message import Expected, Message, cut, joined, nbytes_of, whole
+from sparcel.formats.format import (
+    RAW,
+    Format,
+    Lengths,
+    Packet,
+    decode,
+    format_named,
+    merge_messages,
+)
+from sparcel.formats.message import (
+    HEADER_BYTES,
+    Expected,
+    Header,
+    Message,
+    cut,
+    joined,
+    message_length,
+    nbytes_of,
+    whole,
+)
 from sparcel.formats.values import FewBits, HalfValues, PlainValues, ValueCode
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""A format: an index code times a value code, and the messages that they make of streams."""
+"""A format: an index code times a value code; messages of streams, and how long they are."""
 
 from __future__ import annotations
 
@@ -14,13 +14,21 @@ from torch import Tensor
 from sparcel import kernels
 from sparcel.device import all_of, finite_flag
 from sparcel.errors import FormatError, InputError, MismatchError, checked_name
-from sparcel.formats.header import ALIGNMENT, DTYPE_CODES, HEADER_BYTES, Header, padded
 from sparcel.formats.indices import INDEX_CODES, IndexCode
-from sparcel.formats.message import Expected, Message, message_of, payload_of
+from sparcel.formats.message import (
+    ALIGNMENT,
+    DTYPE_CODES,
+    HEADER_BYTES,
+    Expected,
+    Header,
+    Message,
+    message_of,
+    padded,
+    payload_of,
+)
 from sparcel.formats.values import PLAIN, VALUES_BY_NAME, ValueCode, value_code
 from sparcel.ops import Op
-from sparcel.stream import SparseStream
-from sparcel.stream import dense_from as dense_in_memory_from
+from sparcel.stream import SparseStream, dense_from, value_bytes
 
 
 class Packet(NamedTuple):
@@ -123,7 +131,7 @@ class Format:
         With packed indices and plain values of four bytes, these are 97 % of the coordinates.
         """
         if self == RAW:
-            return dense_in_memory_from(size, value_bytes)
+            return dense_from(size, value_bytes)
         return _dense_from(self, size, value_bytes)
 
     def for_region(self, nnz: int, size: int, value_bytes: int) -> Format | None:
@@ -139,9 +147,13 @@ class Format:
         all_stored = packed.dense_from(size, value_bytes) if self.loses else size
         return packed if nnz < all_stored else None
 
+    def holds(self, dtype: torch.dtype, width: int | None) -> bool:
+        """Tell whether messages can hold values of that dtype, in rows of that width."""
+        return not self.loses or (width is None and dtype.is_floating_point)
+
     def check_holds(self, dtype: torch.dtype, width: int | None) -> None:
         """Raise `InputError` if values of that dtype, in rows of that width, cannot be rounded."""
-        if self.loses and (width is not None or not dtype.is_floating_point):
+        if not self.holds(dtype, width):
             raise InputError(
                 f"the format {self.name!r} rounds scalar floats, got {dtype}, width {width}; use"
                 f" {self.exact.name!r}, which loses nothing"
@@ -190,10 +202,20 @@ class Format:
         FormatError
             When the message contradicts its header or itself. Decoding never reads out of bounds.
         """
-        code, nnz = self.value_code, header.sparse_nnz
-        header.check(self.name, self.nbytes(nnz, header.size, header.value_bytes), code.loses)
+        code, nnz = self.value_code, None if header.dense else header.nnz
+        one = value_bytes(header.dtype, header.width)
+        expected = self.nbytes(nnz, header.size, one)
+        if header.length != expected:
+            raise FormatError(
+                f"a {self.name} message of {header.nnz} coordinates takes {expected} bytes,"
+                f" its header says {header.length}"
+            )
+        if not self.holds(header.dtype, header.width):
+            raise FormatError(
+                f"a {self.name} message cannot hold {header.dtype}, width {header.width}"
+            )
         parts, start = [], 0
-        for nbytes in code.part_bytes(header.nnz, header.value_bytes):
+        for nbytes in code.part_bytes(header.nnz, one):
             parts.append(payload[start : start + nbytes])
             start += padded(nbytes)
         values = code.decode(parts, header.nnz, header.dtype)
@@ -303,3 +325,60 @@ def _format_of(index_code: int, number: int, detail: int) -> Format:
             f"unknown index code {index_code}; install the same release on every rank"
         )
     return Format(list(INDEX_CODES)[index_code], value_code(number, detail))
+
+
+class Lengths(NamedTuple):
+    """The lengths of messages of one kind of stream; counts may be fractions, as expected ones are.
+
+    Attributes
+    ----------
+    size
+        Coordinates of a stream, where a method is not told of another number.
+    value_bytes
+        Of a coordinate's value, or row of values, in memory.
+    """
+
+    format: Format
+    size: int
+    value_bytes: int
+
+    def message(self, nnz: float, size: int | None = None) -> float:
+        """Return the bytes of a message of ``nnz`` of ``size`` coordinates, sparse or dense."""
+        dense = self.is_dense(nnz, size)
+        return self.dense_message(size) if dense else self.sparse_message(nnz, size)
+
+    def region_message(self, nnz: float, size: int) -> int:
+        """Return the bytes of the message of a region of a sum: see `Format.for_region`."""
+        format = self.format.for_region(round(nnz), size, self.value_bytes)
+        if format is None:
+            return self.dense_message(size)
+        return format.nbytes(nnz, size, self.value_bytes)
+
+    def sparse_message(self, nnz: float, size: int | None = None) -> int:
+        """Return the bytes of a message of ``nnz`` of ``size`` coordinates that stays sparse."""
+        return self.format.nbytes(nnz, self.size if size is None else size, self.value_bytes)
+
+    def dense_message(self, size: int | None = None) -> int:
+        """Return the bytes of a message of all of ``size`` coordinates, without indices."""
+        return self.format.nbytes(None, self.size if size is None else size, self.value_bytes)
+
+    def most_bytes(self, nnz: float | None, size: int | None = None) -> int:
+        """Return the most bytes of a message of up to ``nnz`` coordinates, also of a region.
+
+        ``nnz`` None bounds nothing.
+        """
+        size = self.size if size is None else size
+        dense_from = self.format.dense_from(size, self.value_bytes)
+        if nnz is not None and nnz < dense_from:
+            return self.sparse_message(int(nnz), size)
+        all_but_one = size - 1 if nnz is None else min(int(nnz), size - 1)
+        return max(
+            self.dense_message(size),
+            self.sparse_message(min(dense_from - 1, size), size),
+            self.region_message(max(all_but_one, 0), size),
+        )
+
+    def is_dense(self, nnz: float, size: int | None = None) -> bool:
+        """Tell whether so many coordinates travel dense."""
+        size = self.size if size is None else size
+        return nnz >= self.format.dense_from(size, self.value_bytes)

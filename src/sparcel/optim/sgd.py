@@ -12,7 +12,7 @@ from sparcel import kernels
 from sparcel._checks import check_type, checked_number
 from sparcel.errors import InputError
 from sparcel.ops import SUM
-from sparcel.optim._state import ChecksStates
+from sparcel.optim._base import ChecksStates
 from sparcel.stream import SparseStream
 
 

@@ -6,12 +6,8 @@ import inspect
 from typing import Any
 
 from sparcel.errors import InputError, checked_name
-from sparcel.selectors.base import Selector, overlap
-from sparcel.selectors.papers.chunked import Bucketed, Chunkwise
-from sparcel.selectors.papers.mstopk import MSTopK
-from sparcel.selectors.papers.randomk import RandomK
-from sparcel.selectors.papers.reuse import ThresholdReuse
-from sparcel.selectors.ranked import ExactTopK, topk
+from sparcel.selectors.base import ExactTopK, Selector, overlap, topk
+from sparcel.selectors.from_papers import Bucketed, Chunkwise, MSTopK, RandomK, ThresholdReuse
 
 __all__ = [
     "SELECTORS",

@@ -1,1 +1,0 @@
-"""Selectors that only reproduce a paper. `ExactTopK` takes less time, or trains better."""
