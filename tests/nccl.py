@@ -29,9 +29,8 @@ from sparcel import SparseStream, device
 from sparcel.collectives import ALGORITHMS, broadcast, gtopk, oktopk
 from sparcel.comm import Call, Communicator, Engine, TorchCommunicator, carry
 from sparcel.comm.executor import Executor
-from sparcel.comm.torch.communicator import NcclCommunicator
+from sparcel.comm.torch import NcclCommunicator, TorchRendezvous
 from sparcel.comm.torch.nccl import NcclEngine
-from sparcel.comm.torch.rendezvous import TorchRendezvous
 from sparcel.errors import CommunicationError, MismatchError
 from sparcel.formats import Format
 from sparcel.ops import SUM

@@ -21,8 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel.comm import sockets
-from sparcel.comm.greeting import StrangerError, greet, welcome
-from sparcel.comm.rendezvous import connecting
+from sparcel.comm.connected import connecting
+from sparcel.comm.sockets import StrangerError, greet, welcome
 from sparcel.errors import CommunicationError
 
 LOOPBACK, SECONDS = "127.0.0.1", 60.0

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from sparcel import simulate
 from sparcel.comm import Communicator, TorchCommunicator, carry
-from sparcel.comm.torch import rendezvous
+from sparcel.comm import torch as over_torch
 from sparcel.errors import InputError, MismatchError
 from sparcel.schemes import TopK
 from sparcel.training.ranks import Carrier, check_carrier, connected
@@ -125,7 +125,7 @@ def test_tensors_of_a_gpu_leave_by_the_host_unless_nccl_is_asked_for(run_on: Any
 def over_the_mesh(comm: Communicator) -> list[tuple[str, str, list[int]]]:
     """Connect ranks by a group as if it had NCCL, when rank 0 alone is told to use the host."""
     with (
-        patch.object(rendezvous, "_backend", lambda _: "nccl"),
+        patch.object(over_torch, "_backend", lambda _: "nccl"),
         patch.object(torch.cuda, "current_device", lambda: 0),
         patch.object(torch.cuda, "device", lambda _: nullcontext()),
     ):

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 import torch.distributed as dist
 
-from sparcel.comm.addresses import address_of_interface as address_of_interface
-from sparcel.comm.addresses import address_towards as address_towards
 from sparcel.comm.calls import Call, call_of, digest
 from sparcel.comm.communicator import (
     DIRECT_RANKS,
@@ -22,7 +20,8 @@ from sparcel.comm.communicator import (
     ranks_with_other,
 )
 from sparcel.comm.connected import ConnectedCommunicator as ConnectedCommunicator
-from sparcel.comm.engine import ALL_CONTROL
+from sparcel.comm.connected import Rendezvous as Rendezvous
+from sparcel.comm.engine import ALL_CONTROL, Traffic, ring_bytes
 from sparcel.comm.engine import Arrived as Arrived
 from sparcel.comm.engine import Bounds as Bounds
 from sparcel.comm.engine import Engine as Engine
@@ -32,15 +31,14 @@ from sparcel.comm.engine import PeerErrors as PeerErrors
 from sparcel.comm.engine import Rows as Rows
 from sparcel.comm.failure import Failure as Failure
 from sparcel.comm.jobs import Job
-from sparcel.comm.launcher import launched
-from sparcel.comm.nodes import Grid
-from sparcel.comm.rendezvous import Rendezvous as Rendezvous
+from sparcel.comm.nodes import Grid, launched
 from sparcel.comm.simulated import Network, Report, SimulatedCommunicator, simulate
 from sparcel.comm.sockets import UnreachedError as UnreachedError
+from sparcel.comm.sockets import address_of_interface as address_of_interface
+from sparcel.comm.sockets import address_towards as address_towards
 from sparcel.comm.staged import Staged, carry
 from sparcel.comm.torch import TorchCommunicator
 from sparcel.comm.torch import connect as connect_torch
-from sparcel.comm.traffic import Traffic, ring_bytes
 from sparcel.errors import InputError, optional
 
 if TYPE_CHECKING:

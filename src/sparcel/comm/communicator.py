@@ -15,10 +15,18 @@ from torch import Tensor
 from sparcel import patterns, profiling
 from sparcel._checks import Array, as_tensor
 from sparcel.comm.calls import Call, Calls, digest
-from sparcel.comm.engine import ALL_CONTROL, Arrived, Bounds, Leaving, PeerErrors, Rows, whole
+from sparcel.comm.engine import (
+    ALL_CONTROL,
+    Arrived,
+    Bounds,
+    Leaving,
+    PeerErrors,
+    Rows,
+    Traffic,
+    whole,
+)
 from sparcel.comm.jobs import Job
 from sparcel.comm.nodes import Grid, nodes_of, own_location, split_in_grid
-from sparcel.comm.traffic import Traffic
 from sparcel.errors import InputError
 from sparcel.ops import SUM, Op
 from sparcel.rates import Rates

@@ -1,14 +1,17 @@
-"""What a communicator asks of the engine that carries its bytes, and the errors of engines."""
+"""What a communicator asks of the engine that carries its bytes, and what engines share."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from sparcel import patterns
 from sparcel.errors import CommunicationError, MismatchError
 from sparcel.ops import Op
 
@@ -160,3 +163,84 @@ class PeerErrors:
 
     def _name(self, peer: int | None) -> str:
         return "the others" if peer is None else f"rank {self.names[peer]}"
+
+
+@dataclass
+class Traffic:
+    """Messages and bytes of one rank, as its communicator counted them.
+
+    The counter holds the messages that collectives hand over, without the engine's own framing. The
+    engine's dense all-reduce counts as a ring: 2(P−1) messages of n/P elements each way.
+    """
+
+    messages_sent: int = 0
+    bytes_sent: int = 0
+    messages_received: int = 0
+    bytes_received: int = 0
+
+    def count(self, sent: Sequence[int], received: Sequence[int]) -> None:
+        """Add messages of these bytes."""
+        self.messages_sent += len(sent)
+        self.bytes_sent += sum(sent)
+        self.messages_received += len(received)
+        self.bytes_received += sum(received)
+
+    def count_parts(
+        self, sent: Iterable[Sequence[Tensor]], received: Iterable[Sequence[Tensor]]
+    ) -> None:
+        """Add messages in parts."""
+        for parts in sent:
+            self.messages_sent += 1
+            self.bytes_sent += sum(map(Tensor.numel, parts))
+        for parts in received:
+            self.messages_received += 1
+            self.bytes_received += sum(map(Tensor.numel, parts))
+
+    def count_ring(self, tensor: Tensor, ranks: int) -> None:
+        """Add a ring all-reduce of ``tensor``."""
+        messages, nbytes = 2 * (ranks - 1), ring_bytes(tensor.nbytes, ranks)
+        self.messages_sent += messages
+        self.messages_received += messages
+        self.bytes_sent += nbytes
+        self.bytes_received += nbytes
+
+    @property
+    def volume(self) -> int:
+        """The larger of the bytes sent and the bytes received."""
+        return max(self.bytes_sent, self.bytes_received)
+
+
+def ring_bytes(nbytes: int, ranks: int) -> int:
+    """Return how many bytes each rank sends in a ring all-reduce of ``nbytes`` bytes."""
+    return 2 * (ranks - 1) * nbytes // ranks
+
+
+Swap: TypeAlias = Callable[[int, Tensor, int, Tensor], None]
+"""``swap(to, leaving, source, arriving)`` sends bytes (uint8) to a rank, and fills others with what
+came from another rank. It raises `MismatchError` when that is longer or shorter."""
+
+
+def reduce_around(tensor: Tensor, op: Op, rank: int, size: int, swap: Swap) -> None:
+    """Reduce a contiguous tensor over all ranks in place: reduce-scatter, then all-gather.
+
+    In step s of the first half, a rank sends region rank − s, to which the ranks before it have
+    added theirs. In the second half the complete regions travel around. Sums run in an order that
+    the world size fixes, so they have the same bits on all ranks and in every run.
+
+    Parameters
+    ----------
+    op
+        One of the built-in operations.
+    """
+    vector = tensor.detach().view(-1)
+    regions = [vector[low:high] for low, high in pairwise(patterns.regions(len(vector), size))]
+    # New memory takes longer to fill than to send, so there is little of it, and it is used again.
+    scratch = torch.empty_like(max(regions, key=len))
+    around = patterns.ring(rank, size)
+    for step, (after, before, *_) in enumerate([*around, *around]):
+        leaving, own = regions[(rank - step) % size], regions[(rank - step - 1) % size]
+        adds = step < len(around)
+        arriving = scratch[: len(own)] if adds else own
+        swap(after, leaving.view(torch.uint8), before, arriving.view(torch.uint8))
+        if adds:
+            op.function(arriving, own, out=own)  # type: ignore[call-arg]  # it is one of torch

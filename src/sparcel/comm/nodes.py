@@ -1,4 +1,4 @@
-"""How ranks find out which of them share a machine."""
+"""How ranks find out who was launched with them, and which of them share a machine."""
 
 from __future__ import annotations
 
@@ -14,6 +14,20 @@ from sparcel.errors import InputError, MismatchError
 
 if TYPE_CHECKING:
     from sparcel.comm.communicator import Communicator
+
+_MPI_RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+"""Variables that the launchers of MPICH, PMIx and Open MPI set."""
+
+_TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+"""Variables that torchrun sets."""
+
+
+def launched() -> tuple[str, ...]:
+    """Return the engines for which this process was launched; none if it was started alone."""
+    if any(name in os.environ for name in _MPI_RANKS) and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ("gloo", "mpi")
+    return ("gloo",) if all(name in os.environ for name in _TORCH) else ()
+
 
 _LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 """Variables in which torchrun, Open MPI, MPICH and Slurm give a process its rank on its node."""

@@ -7,18 +7,21 @@ kernel less time for each byte, where these work.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hmac
 import os
+import platform
 import selectors
 import socket
+import struct
 import sys
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Collection, Generator
+from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
+from ipaddress import ip_address
 
 from torch.distributed.distributed_c10d import Store
-
-from sparcel.comm.greeting import KEY_BYTES, Greeting, StrangerError, greet, welcome
 
 _KEY = "key"
 
@@ -258,3 +261,134 @@ def _read(store: Store, key: str, deadline: float) -> str:
 
 def _left(deadline: float) -> float:
     return max(deadline - time.monotonic(), 0.001)
+
+
+Greeting = Generator[None, None, int]
+
+KEY_BYTES = 32
+
+_NONCE_BYTES = _PROOF_BYTES = 32
+
+_HELLO = struct.Struct(f"<I{_NONCE_BYTES}s")
+"""What the rank that dials sends first: its number and its nonce."""
+
+_ANSWER = struct.Struct(f"{_NONCE_BYTES}s{_PROOF_BYTES}s")
+"""What the rank that listens answers: its nonce and its proof."""
+
+_PROVEN = struct.Struct(f"<8sII{_NONCE_BYTES}s{_NONCE_BYTES}s")
+"""What a proof covers: the prover's role, the ranks and the nonces, those of the dialling first."""
+
+
+class StrangerError(ConnectionError):
+    """The other end of a connection does not prove to be a rank that is expected."""
+
+
+def greet(connection: socket.socket, key: bytes, me: int, peer: int) -> Greeting:
+    """Greet as rank ``me``, which dialled rank ``peer``."""
+    mine = os.urandom(_NONCE_BYTES)
+    connection.sendall(_HELLO.pack(me, mine))
+    theirs, proof = _ANSWER.unpack((yield from _receive(connection, _ANSWER.size)))
+    _check(proof, key, b"listens", me, peer, mine, theirs)
+    connection.sendall(_proof(key, b"dials", me, peer, mine, theirs))
+    return peer
+
+
+def welcome(connection: socket.socket, key: bytes, me: int, expected: Collection[int]) -> Greeting:
+    """Greet as rank ``me``, which was dialled; the peer must be expected, and above ``me``.
+
+    Each rank dials those below it.
+    """
+    peer, theirs = _HELLO.unpack((yield from _receive(connection, _HELLO.size)))
+    if peer not in expected or peer <= me:
+        raise StrangerError(f"rank {peer} is not expected")
+    mine = os.urandom(_NONCE_BYTES)
+    answer = _ANSWER.pack(mine, _proof(key, b"listens", peer, me, theirs, mine))
+    connection.sendall(answer)
+    proof = yield from _receive(connection, _PROOF_BYTES)
+    _check(proof, key, b"dials", peer, me, theirs, mine)
+    if peer not in expected:
+        raise StrangerError(f"another connection has proven to be rank {peer} meanwhile")
+    return int(peer)
+
+
+def _receive(connection: socket.socket, nbytes: int) -> Generator[None, None, bytes]:
+    """Read exactly ``nbytes``, because a peer's first message may follow them at once."""
+    came = b""
+    while len(came) < nbytes:
+        try:
+            more = connection.recv(nbytes - len(came))
+        except BlockingIOError:
+            yield
+            continue
+        if not more:
+            raise ConnectionResetError("the other end closed the connection during the greeting")
+        came += more
+    return came
+
+
+def _proof(key: bytes, role: bytes, *proven: int | bytes) -> bytes:
+    return hmac.digest(key, _PROVEN.pack(role, *proven), "sha256")
+
+
+def _check(proof: bytes, key: bytes, role: bytes, *proven: int | bytes) -> None:
+    if not hmac.compare_digest(proof, _proof(key, role, *proven)):
+        raise StrangerError("the other end does not know the group's key")
+
+
+LOOPBACK = "127.0.0.1"
+
+_INTERFACE_ADDRESS = {"Linux": 0x8915, "Darwin": 0xC0206921}
+"""The ioctl that returns an interface's IPv4 address (SIOCGIFADDR)."""
+
+
+def gloo_address() -> str:
+    """Return the address at which torch's Gloo listens in this process.
+
+    That is the address of the interface in ``GLOO_SOCKET_IFNAME``. Without the variable, it is the
+    first address of the hostname that this machine has, and loopback if there is none.
+    """
+    return address_of_interface() or _address_of_hostname() or LOOPBACK
+
+
+def address_of_interface() -> str | None:
+    """Return the IPv4 address of the interface in ``GLOO_SOCKET_IFNAME``, if there is one.
+
+    The variable may list several interfaces, separated by commas; the first one counts.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    request = struct.pack("256s", interface.encode()[:15])
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe, suppress(OSError):
+        answer = fcntl.ioctl(probe, _INTERFACE_ADDRESS[platform.system()], request)
+        return socket.inet_ntoa(answer[20:24])
+    return None
+
+
+def _address_of_hostname() -> str | None:
+    with suppress(OSError):  # the hostname has no address
+        kind = socket.SOCK_STREAM
+        for family, _, _, _, there in socket.getaddrinfo(socket.gethostname(), 0, type=kind):
+            with suppress(OSError), closing(socket.socket(family, kind)) as probe:
+                probe.bind(there)
+                return str(there[0])
+    return None
+
+
+def address_towards(host: str) -> str:
+    """Return the source address of packets that this machine sends to a host.
+
+    Raises
+    ------
+    OSError
+        When there is no route to the host.
+    """
+    any_port = 9
+    family, kind, protocol, _, there = socket.getaddrinfo(host, any_port, type=socket.SOCK_DGRAM)[0]
+    with closing(socket.socket(family, kind, protocol)) as probe:
+        probe.connect(there)  # connecting a datagram socket sends nothing
+        own: str = probe.getsockname()[0]
+        return own
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether only this machine can reach an address."""
+    return ip_address(address).is_loopback

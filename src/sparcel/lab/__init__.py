@@ -4,12 +4,161 @@ Everything runs in anonymous namespaces. They vanish with the process that made 
 left behind however that process ends. No traffic leaves the machine.
 """
 
-from sparcel.lab.emulated import EmulatedNetwork, LabUnavailableError
-from sparcel.lab.failures import Ended, Line, WorkerFailedError, told_by_survivor
-from sparcel.lab.launch import Workers
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sparcel.errors import InputError
+from sparcel.lab.launch import Ended, Failures, Line, WorkerFailedError, Workers, told_by_survivor
 from sparcel.lab.link import Link, LinkBytes, link_bytes, parse_link, parse_rate
-from sparcel.lab.network import Loopback, Network, open_network
-from sparcel.lab.program import Faults, run
+from sparcel.lab.network import (
+    EmulatedNetwork,
+    LabUnavailableError,
+    Loopback,
+    Network,
+    open_network,
+)
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Faults to cause during a run.
+
+    Attributes
+    ----------
+    kill_node
+        The node whose processes are all killed.
+    cut_link
+        The node whose link stops carrying packets; neither end is told.
+    after_s
+        Seconds from the start of the run to the faults.
+    """
+
+    kill_node: int | None = None
+    cut_link: int | None = None
+    after_s: float = 0.0
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a fault to cause."""
+        return self.kill_node is not None or self.cut_link is not None
+
+    def check(self, nodes: int) -> None:
+        """Raise InputError when a fault names a node outside a network of ``nodes`` nodes."""
+        for what, node in (("kill", self.kill_node), ("cut", self.cut_link)):
+            if node is not None and not 0 <= node < nodes:
+                raise InputError(f"cannot {what} node {node}: the nodes are 0 to {nodes - 1}")
+
+
+def run(
+    network: Network,
+    argv: Sequence[str],
+    ranks_per_node: int = 1,
+    mpi: bool = False,
+    faults: Faults | None = None,
+) -> int:
+    """Run a program on all nodes and print its lines, each after its rank.
+
+    When a rank fails, the others have 5 seconds to end by themselves; then they
+    are killed. At the end, the rank that failed first is named, with the cause.
+
+    Parameters
+    ----------
+    network
+        Where to run.
+    argv, ranks_per_node, mpi
+        As for :class:`~sparcel.lab.Workers`.
+    faults
+        Faults to cause; None for no faults.
+
+    Returns
+    -------
+    int
+        0, or the exit status of the rank that failed first, 128 + the number of the signal if one
+        killed it. Ranks of a node that was killed on purpose do not count. 1 when no rank failed
+        but a fault could not be caused, or all ranks had ended before it was due.
+
+    Raises
+    ------
+    InputError
+        When a fault names a node that is not on the network, or the network is not emulated.
+    """
+    faults = faults or Faults()
+    faults.check(network.nodes)
+    if faults.any and not isinstance(network, EmulatedNetwork):
+        raise InputError(
+            f"faults need an emulated network, got {network.description}; give a --rate, and leave"
+            " out --or-loopback"
+        )
+    killed: set[int] = set()
+    failures = Failures()
+    fault_error: str | None = None
+    with (
+        contextlib.ExitStack() as before_the_end,
+        Workers(network, argv, None, ranks_per_node, mpi) as workers,
+    ):
+
+        def cause_faults() -> None:
+            nonlocal fault_error
+            if faults.kill_node is not None:
+                first = faults.kill_node * ranks_per_node
+                killed.update(range(first, first + ranks_per_node))
+            try:
+                _cause(faults, network)
+            except Exception as error:
+                fault_error = f"the fault could not be caused: {error!r}"
+            else:
+                fault_error = None
+
+        if faults.any:
+            fault_error = (
+                f"the ranks had ended before the fault was due, after {faults.after_s:g} s"
+            )
+            timer = threading.Timer(faults.after_s, cause_faults)
+            timer.start()
+            before_the_end.callback(timer.join)
+            before_the_end.callback(timer.cancel)
+        for event in workers.events():
+            if isinstance(event, Line):
+                _print(event)
+            if isinstance(event, Line) or event.rank not in killed:
+                failures.note(event)
+            if failures.first is not None:
+                workers.close_soon()
+        if mpi and not workers.started_mpi:
+            _say("no rank became an MPI rank: --mpi serves MPICH and other MPIs that use PMI-1")
+    if fault_error is not None:
+        _say(fault_error)
+    failure = failures.first
+    if failure is None:
+        return 0 if fault_error is None else 1
+    _say(str(failure))
+    return failure.status if failure.status > 0 else 128 - failure.status
+
+
+def _cause(faults: Faults, network: Network) -> None:
+    assert isinstance(network, EmulatedNetwork), "run refuses others"
+    if faults.cut_link is not None:
+        _say(f"the link of node {faults.cut_link} is cut")
+        network.cut_link(faults.cut_link)
+    if faults.kill_node is not None:
+        _say(f"node {faults.kill_node} is killed")
+        network.kill_node(faults.kill_node)
+
+
+def _print(line: Line) -> None:
+    stream = sys.stderr if line.is_error else sys.stdout
+    stream.write(f"[{line.rank}] {line.text}\n")
+    stream.flush()
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"sparcel: {text}\n")
+
 
 __all__ = [
     "EmulatedNetwork",

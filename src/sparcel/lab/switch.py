@@ -1,6 +1,6 @@
 """The first process of an emulated network, which builds the network and keeps it alive.
 
-`sparcel.lab.emulated` starts this file as process 1 of new PID, network and mount namespaces.
+`sparcel.lab.network` starts this file as process 1 of new PID, network and mount namespaces.
 The process joins the nodes' network namespaces by a bridge in its own, sends the descriptors of the
 namespaces back, and serves its parent's requests until the parent closes the socket or dies. Where
 packets are to be delayed or lost, the kernel's netem does it at the bridge's ports. If the kernel

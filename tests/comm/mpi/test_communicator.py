@@ -172,7 +172,7 @@ def without_a_network(comm: Communicator, same_host: bool) -> str | list[int]:
     world = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group.Incl(list(range(comm.size))))
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("GLOO_SOCKET_IFNAME")
-        patch.setattr("sparcel.comm.mpi.rendezvous._ELSEWHERE", ["127.0.0.1"])
+        patch.setattr("sparcel.comm.mpi._ELSEWHERE", ["127.0.0.1"])
         patch.setattr("socket.gethostname", lambda: f"host{0 if same_host else comm.rank}")
         try:
             own = MpiCommunicator.of(world, timeout=60.0)

@@ -1,4 +1,4 @@
-"""Replays the trace of a simulated run on a network, to find out how long the run would take.
+"""The record of a simulated run, and the time that it takes on a network.
 
 Ranks do not see clocks, so the trace of one run can be timed on any network.
 """
@@ -7,10 +7,106 @@ from __future__ import annotations
 
 import heapq
 from array import array
+from collections import defaultdict
 from dataclasses import dataclass
 
-from sparcel.comm.simulated.network import Network
-from sparcel.comm.simulated.trace import Trace
+import numpy as np
+
+from sparcel._checks import checked_number, checked_whole
+
+
+@dataclass(frozen=True)
+class Network:
+    """Nodes of ranks, connected by a network; by default every rank is a node of its own.
+
+    Rank r lives on node r // ranks_per_node. A port sends one message at a time and receives one
+    at a time. Every rank has a port to the other ranks of its node. Every node has one port to the
+    other nodes, which its ranks share.
+
+    Parameters
+    ----------
+    latency_s, bandwidth
+        Seconds per message and bytes per second between nodes.
+    ranks_per_node
+        At least 1; the last node has fewer ranks if the number of ranks is not a multiple.
+    node_latency_s, node_bandwidth
+        Seconds per message and bytes per second inside a node.
+
+    Raises
+    ------
+    InputError
+        When a parameter is out of its range.
+    """
+
+    latency_s: float = 0.0
+    bandwidth: float = float("inf")
+    ranks_per_node: int = 1
+    node_latency_s: float = 0.0
+    node_bandwidth: float = float("inf")
+
+    def __post_init__(self) -> None:
+        checked_whole(self.ranks_per_node, "ranks_per_node", at_least=1)
+        for name in ("latency_s", "node_latency_s"):
+            checked_number(getattr(self, name), name, at_least=0, hint="it is in seconds")
+        for name in ("bandwidth", "node_bandwidth"):
+            unit = "it is in bytes a second; leave it out for no limit"
+            checked_number(getattr(self, name), name, above=0, hint=unit)
+
+    def message_seconds(self, nbytes: int, between_nodes: bool) -> float:
+        """Return how long a message occupies a port, between nodes or inside one."""
+        if between_nodes:
+            return self.latency_s + nbytes / self.bandwidth
+        return self.node_latency_s + nbytes / self.node_bandwidth
+
+
+class Trace:
+    """The messages of a run, numbered in the order in which they were sent.
+
+    Parameters
+    ----------
+    ranks
+        Number of ranks.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.sources, self.destinations = array("i"), array("i")
+        self.nbytes = array("q")
+        # By rank: 2·message when the rank sent it, 2·message + 1 when the rank waited for it.
+        self.events = [array("q") for _ in range(ranks)]
+        # By rank: seconds of work, by the number of events before it.
+        self.work: list[defaultdict[int, float]] = [defaultdict(float) for _ in range(ranks)]
+
+    def add_work(self, rank: int, seconds: float) -> None:
+        """Record that a rank has worked since its last event."""
+        self.work[rank][len(self.events[rank])] += seconds
+
+    def send(self, source: int, destination: int, nbytes: int) -> int:
+        """Record that a message was sent; return its number."""
+        message = len(self.nbytes)
+        self.sources.append(source)
+        self.destinations.append(destination)
+        self.nbytes.append(nbytes)
+        self.events[source].append(2 * message)
+        return message
+
+    def receive(self, message: int) -> None:
+        """Record that the destination of a message waits for it."""
+        self.events[self.destinations[message]].append(2 * message + 1)
+
+    def between_nodes(self, ranks_per_node: int) -> np.ndarray:
+        """Return messages sent, bytes sent, messages received and bytes received, ``[4, P]``.
+
+        Only messages from one node to another count.
+        """
+        sources, destinations = np.array(self.sources), np.array(self.destinations)
+        outer = sources // ranks_per_node != destinations // ranks_per_node
+        nbytes, ranks = np.array(self.nbytes)[outer], len(self.events)
+        counts = []
+        for ends in (sources[outer], destinations[outer]):
+            counts.append(np.bincount(ends, minlength=ranks))
+            # The weights are float64, which is exact up to 2⁵³ bytes a rank.
+            counts.append(np.bincount(ends, nbytes, minlength=ranks).astype(np.int64))
+        return np.stack(counts)
 
 
 @dataclass

@@ -19,10 +19,8 @@ from torch.distributed.distributed_c10d import Store
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # it is documented
 
 from sparcel import _cpu
-from sparcel.comm.addresses import gloo_address
-from sparcel.comm.engine import Arrived, Bounds, Leaving, PeerErrors
-from sparcel.comm.ring import reduce_around
-from sparcel.comm.sockets import connect_all
+from sparcel.comm.engine import Arrived, Bounds, Leaving, PeerErrors, reduce_around
+from sparcel.comm.sockets import connect_all, gloo_address
 from sparcel.ops import Op
 
 _LATE, _OTHER_LENGTH, _OTHER_CALL = 2, 3, 4

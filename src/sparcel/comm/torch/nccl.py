@@ -38,9 +38,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from sparcel import _cpu
-from sparcel.comm.addresses import gloo_address
 from sparcel.comm.engine import ALL_CONTROL, Arrived, Bounds, Leaving, LostPeerError, PeerErrors
-from sparcel.comm.sockets import connect_all
+from sparcel.comm.sockets import connect_all, gloo_address
 from sparcel.device import later, put, read
 from sparcel.ops import Op
 
