@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel.kernels import cpu_ahead
-from sparcel.kernels.definitions import ahead as reference
+from sparcel.kernels import cpu
+from sparcel.kernels.definitions import optim as reference
 from tests.kernels.paths import LENGTHS, Case, isas, using
 from tests.strategies import FLOATS, same_bits
 
@@ -114,7 +114,7 @@ def test_tensors_in_any_order_of_memory_take_a_pass(
     moves = [kernels.Along(tensor(), 0.1), kernels.AsAdam(tensor(), scale, 0.1)]
     expected = reference.moved(tensors, moves)
     monkeypatch.delattr(reference, "moved")
-    for one, found, other in zip(tensors, cpu_ahead.moved(tensors, moves), expected, strict=True):
+    for one, found, other in zip(tensors, cpu.moved(tensors, moves), expected, strict=True):
         assert found.stride() == one.stride()
         torch.testing.assert_close(found, other)
 

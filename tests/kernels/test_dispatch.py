@@ -8,8 +8,7 @@ from torch import Tensor
 
 from sparcel import device, kernels
 from sparcel.errors import FormatError
-from sparcel.kernels import Addition, cpu
-from sparcel.kernels.dispatch import by_device
+from sparcel.kernels import Addition, by_device, cpu
 from tests.card import moved, on_card
 
 HERE, THERE = torch.ones(1), torch.ones(1, device="meta")
@@ -46,7 +45,7 @@ def test_compiled_kernels_get_no_tensors_of_other_devices() -> None:
 def test_torch_gets_no_indices_of_a_corrupt_message_on_a_gpu() -> None:
     """To torch, an index out of bounds is the end of CUDA; so what is wrong is raised before."""
     pytest.importorskip("triton")
-    plain = by_device(lambda first: "definition", lambda first: "cpu", on_gpu=False)
+    plain = by_device(lambda first: "definition", lambda first: "cpu")
     with on_card():
         there = moved(HERE)
         assert plain(there) == "definition"

@@ -7,7 +7,7 @@ from hypothesis import given
 
 from sparcel import kernels
 from sparcel.kernels.definitions import few_bits as reference
-from sparcel.kernels.philox import philox, uniform
+from sparcel.kernels.definitions.few_bits import philox, uniform
 from tests.kernels.paths import ISAS, Case, cases, isas, using
 from tests.strategies import same_bits
 

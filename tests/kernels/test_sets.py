@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel.kernels.definitions import sets as reference
+from sparcel.kernels.definitions import reduce as reference
 from tests.kernels.test_merge import Pair, random_streams, stream_lists
 from tests.strategies import same_bits
 

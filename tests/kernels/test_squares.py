@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparcel import kernels
 from sparcel.kernels import cpu
-from sparcel.kernels.definitions import squares as reference
+from sparcel.kernels.definitions import optim as reference
 from tests.kernels.paths import Case, cases, isas, using
 from tests.strategies import FLOATS, same_bits
 

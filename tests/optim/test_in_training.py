@@ -17,7 +17,7 @@ from sparcel import kernels, simulate
 from sparcel.comm import Communicator
 from sparcel.errors import CommunicationError
 from sparcel.kernels import cpu
-from sparcel.kernels.definitions import squares as reference
+from sparcel.kernels.definitions import optim as reference
 from sparcel.optim import LAMB, LARS
 from tests.evenly import attach_evenly
 from tests.optim.test_parallel import SLOW_WORK

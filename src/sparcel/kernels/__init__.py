@@ -9,43 +9,95 @@ selected. `definitions` describes each kernel and says in plain torch what it me
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from sparcel import _cpu, device
-from sparcel.kernels import cpu, cpu_ahead
-from sparcel.kernels.addition import Addition as Addition
-from sparcel.kernels.definitions import (
-    ahead,
-    few_bits,
-    packing,
-    reduce,
-    regions,
-    select,
-    sets,
-    squares,
-)
-from sparcel.kernels.definitions.ahead import AdamScale as AdamScale
-from sparcel.kernels.definitions.ahead import Along as Along
-from sparcel.kernels.definitions.ahead import AsAdam as AsAdam
-from sparcel.kernels.definitions.ahead import scaled_as_adam as scaled_as_adam
-from sparcel.kernels.definitions.common import index_dtype as index_dtype
-from sparcel.kernels.definitions.common import magnitude_bits as magnitude_bits
-from sparcel.kernels.definitions.common import widen as widen
+from sparcel.device import GPUS, settle
+from sparcel.errors import warn
+from sparcel.kernels import cpu
+from sparcel.kernels.definitions import few_bits, optim, packing, reduce, regions, select
 from sparcel.kernels.definitions.few_bits import code_bytes as code_bytes
 from sparcel.kernels.definitions.few_bits import scales_count as scales_count
+from sparcel.kernels.definitions.optim import CHUNK as CHUNK
+from sparcel.kernels.definitions.optim import AdamScale as AdamScale
+from sparcel.kernels.definitions.optim import Along as Along
+from sparcel.kernels.definitions.optim import AsAdam as AsAdam
+from sparcel.kernels.definitions.optim import scaled_as_adam as scaled_as_adam
 from sparcel.kernels.definitions.packing import WORD as WORD
 from sparcel.kernels.definitions.packing import packed_words as packed_words
+from sparcel.kernels.definitions.reduce import widen as widen
 from sparcel.kernels.definitions.regions import Collected as Collected
 from sparcel.kernels.definitions.regions import Delivered as Delivered
 from sparcel.kernels.definitions.regions import Entered as Entered
-from sparcel.kernels.definitions.squares import CHUNK as CHUNK
-from sparcel.kernels.dispatch import by_device
+from sparcel.kernels.definitions.select import Addition as Addition
+from sparcel.kernels.definitions.select import index_dtype as index_dtype
+from sparcel.kernels.definitions.select import magnitude_bits as magnitude_bits
 from sparcel.kernels.phase import Phase as Phase
 from sparcel.kernels.phase import Regions as Regions
 from sparcel.kernels.phase import Shares as Shares
 from sparcel.kernels.phase import row_bytes as row_bytes
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def by_device(definition: Callable[P, T], cpu: Callable[P, T]) -> Callable[P, T]:
+    """Return a kernel that runs on tensors of any device.
+
+    For tensors on a GPU it is the function of this name in `sparcel.kernels.gpu`, if there is one
+    and Triton is installed.
+
+    Parameters
+    ----------
+    definition
+        The kernel in plain torch, for devices without a faster function.
+    cpu
+        A faster function with the same arguments and results for tensors on the CPU.
+    """
+
+    @wraps(definition)
+    def kernel(*args: P.args, **kwargs: P.kwargs) -> T:
+        place = _device_of(args[0])
+        if place == "cpu":
+            return cpu(*args, **kwargs)
+        if place in GPUS:
+            if compiled := getattr(_gpu_kernels(), definition.__name__, None):
+                return cast(T, compiled(*args, **kwargs))
+            settle()  # to torch, an index out of bounds, from a corrupt message, is the end of CUDA
+        return definition(*args, **kwargs)
+
+    return kernel
+
+
+@lru_cache(maxsize=1)
+def _gpu_kernels() -> ModuleType | None:
+    """Return `sparcel.kernels.gpu`; None without Triton, or with a broken one."""
+    if find_spec("triton") is None:
+        return None
+    try:
+        return import_module("sparcel.kernels.gpu")
+    except ImportError as error:
+        warn(f"Triton cannot be imported, so GPUs run torch's operations, more slowly: {error}")
+        return None
+
+
+def _device_of(first: Any) -> str:
+    """Return the type of the first argument's device, "" if it has tensors on several or none."""
+    if isinstance(first, Tensor):
+        return first.device.type
+    if isinstance(first, Addition):
+        return first.memory.device.type
+    types = {_device_of(one) for one in first}
+    return types.pop() if len(types) == 1 else ""
+
 
 # One line a kernel, one column a type of device; callers choose nothing.
 topk = by_device(select.topk, cpu.topk)
@@ -54,20 +106,20 @@ accumulate_topk = by_device(select.accumulate_topk, cpu.accumulate_topk)
 threshold_select = by_device(select.threshold_select, cpu.threshold_select)
 magnitude_histogram = by_device(select.magnitude_histogram, cpu.magnitude_histogram)
 in_bin = by_device(select.in_bin, select.in_bin)
-magnitude_ends = by_device(select.magnitude_ends, cpu.magnitude_ends, on_gpu=False)
+magnitude_ends = by_device(select.magnitude_ends, cpu.magnitude_ends)
 bracket = by_device(select.bracket, cpu.bracket)
 merge = by_device(reduce.merge, cpu.merge)
-merge_messages = by_device(reduce.merge_messages, cpu.merge_messages, on_gpu=False)
+merge_messages = by_device(reduce.merge_messages, cpu.merge_messages)
 scatter_reduce = by_device(reduce.scatter_reduce, cpu.scatter_reduce)
 scatter = by_device(reduce.scatter, cpu.scatter)
 expand = by_device(reduce.expand, cpu.expand)
 add_saturated = by_device(reduce.add_saturated, _cpu.add_saturated)
-saturate = by_device(reduce.saturate, cpu.saturate, on_gpu=False)
+saturate = by_device(reduce.saturate, cpu.saturate)
 indices_fault = by_device(reduce.indices_fault, cpu.indices_fault)
 average = by_device(reduce.average, reduce.average)
-check_indices = by_device(reduce.check_indices, cpu.check_indices, on_gpu=False)
-within = by_device(sets.within, cpu.within)
-without = by_device(sets.without, cpu.without)
+check_indices = by_device(reduce.check_indices, cpu.check_indices)
+within = by_device(reduce.within, cpu.within)
+without = by_device(reduce.without, cpu.without)
 limited = by_device(few_bits.limited, cpu.limited)
 quantize = by_device(few_bits.quantize, cpu.quantize)
 dequantize = by_device(few_bits.dequantize, cpu.dequantize)
@@ -77,8 +129,8 @@ unpack_indices = by_device(packing.unpack_indices, cpu.unpack_indices)
 enter = by_device(regions.enter, cpu.enter)
 collect = by_device(regions.collect, cpu.collect)
 deliver = by_device(regions.deliver, cpu.deliver)
-sums_of_squares = by_device(squares.sums_of_squares, cpu.sums_of_squares, on_gpu=False)
-moved = by_device(ahead.moved, cpu_ahead.moved, on_gpu=False)
+sums_of_squares = by_device(optim.sums_of_squares, cpu.sums_of_squares)
+moved = by_device(optim.moved, cpu.moved)
 
 
 def norm(x: Tensor) -> float:

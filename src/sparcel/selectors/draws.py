@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparcel.kernels.philox import philox
+from sparcel.kernels.definitions.few_bits import philox
 
 
 def integers(count: int, below: int, seed: int, step: int) -> Tensor:

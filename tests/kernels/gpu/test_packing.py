@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from sparcel.kernels.definitions import packing as reference
-from sparcel.kernels.gpu import _work
+from sparcel.kernels.gpu import _base
 from sparcel.kernels.gpu import packing as kernels
 from tests.card import launches, moved, on_card, seen
 from tests.kernels.test_packing import lists_of_indices
@@ -26,7 +26,7 @@ few = settings(max_examples=10)
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a tile be a program, and each program a group of its own."""
     monkeypatch.setattr(kernels, "_TILES", 2)
-    for module in (kernels, _work):
+    for module in (kernels, _base):
         monkeypatch.setattr(module, "GROUP", 1)
 
 

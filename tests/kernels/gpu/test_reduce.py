@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from sparcel import device
 from sparcel.errors import FormatError, InputError
 from sparcel.kernels.definitions import reduce as reference
-from sparcel.kernels.gpu import _work
+from sparcel.kernels.gpu import _base
 from sparcel.kernels.gpu import reduce as kernels
 from sparcel.ops import MAX, MIN, PRODUCT, SUM, Op
 from tests.card import moved, on_card, seen
@@ -99,7 +99,7 @@ def test_merge_of_equal_indices(dtype: torch.dtype) -> None:
 def test_merge_of_several_programs(
     width: int | None, entries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (kernels, _work):  # each program is a group
+    for module in (kernels, _base):  # each program is a group
         monkeypatch.setattr(module, "GROUP", 1)
     streams = random_streams(3, entries, 2 * entries, torch.float32, width)
     streams.insert(1, (streams[0][0][:0], streams[0][1][:0]))

@@ -22,7 +22,7 @@ from sparcel import _cpu, kernels  # noqa: E402
 from sparcel.formats import FewBits, Format, format_named  # noqa: E402
 from sparcel.kernels import Addition, Phase, Regions, gpu, row_bytes  # noqa: E402
 from sparcel.kernels.definitions import packing  # noqa: E402
-from sparcel.kernels.gpu import _message, _places, _region, _selected  # noqa: E402
+from sparcel.kernels.gpu import _arrived, _message, _selected  # noqa: E402
 from sparcel.regions import phase  # noqa: E402
 from tests.card import launches, moved, on_card  # noqa: E402
 from tests.kernels.paths import KINDS, Case  # noqa: E402
@@ -84,7 +84,7 @@ class Exchange:
     def tiles(self) -> Iterator[None]:
         """Let programs take such tiles meanwhile, so that short vectors have many."""
         sizes = {"TILE": self.tile, "CHUNKS": self.chunks}
-        with patch.multiple(_region, **sizes), patch.object(_selected, "_ENTRIES", self.tile):
+        with patch.multiple(_message, **sizes), patch.object(_selected, "_ENTRIES", self.tile):
             yield
 
 
@@ -241,7 +241,7 @@ def test_the_passes_have_the_bits_of_the_compiled_ones(
     entries, finite, _, expected_out = others[rank].deliver(returned, dtype)
     out = torch.empty(case.size, dtype=dtype, device=DEVICE)
     with case.tiles():
-        found = _places.deliver(rows_of(returned, down), down, 3.0, out)
+        found = _arrived.deliver(rows_of(returned, down), down, 3.0, out)
     assert (int(found[0]), bool(found[1]), bool(found[2])) == (entries, finite, False)
     if finite:
         assert same_bits(out.cpu(), expected_out)
@@ -309,7 +309,7 @@ def test_bad_messages_are_noticed_or_mean_what_they_mean_on_the_cpu(
     entries, finite, wrong, expected_out = ranks[0].deliver(returned, torch.float32)
     with case.tiles():
         out = torch.empty(size, device=DEVICE)
-        found = _places.deliver(rows_of(returned, part), part, 3.0, out)
+        found = _arrived.deliver(rows_of(returned, part), part, 3.0, out)
     assert bool(found[2]) == wrong
     assert bool(found[1]) == (finite and not wrong)
     if not wrong:
@@ -346,7 +346,7 @@ def test_places_are_in_order_and_in_the_region(kind: str, density: float) -> Non
     bad = bad and not (density < 0.25 and kind == "filled")
     rows = rows_of([made, None], part)
     with case.tiles():
-        added = _places.add(torch.zeros(713, device=DEVICE), rows, part, 1)
+        added = _arrived.add(torch.zeros(713, device=DEVICE), rows, part, 1)
     assert (bool(added.fault), bool(added.finite)) == (bad, not bad)
 
 
@@ -361,7 +361,7 @@ def test_messages_longer_than_their_row_are_bad() -> None:
     assert at_most < message.numel() <= 2 * at_most
     rows = torch.zeros(2, at_most, dtype=torch.uint8)
     rows.view(-1)[: message.numel()] = message
-    added = _places.add(torch.zeros(size, device=DEVICE), rows.to(DEVICE), part, 1)
+    added = _arrived.add(torch.zeros(size, device=DEVICE), rows.to(DEVICE), part, 1)
     assert added.fault
     assert not added.finite
 
@@ -380,9 +380,9 @@ def _tell(
     tl.store(result + 3, bitmap)
     tl.store(result + 4, low_bits)
     tl.store(result + 5, plain)
-    tl.store(result + 6, _region.length_of(size, ranks, block_bits, owner))
+    tl.store(result + 6, _message.length_of(size, ranks, block_bits, owner))
     at = place.to(tl.int64)
-    tl.store(result + 7, at + _region.skipped(at, ranks, block_bits, owner))
+    tl.store(result + 7, at + _message.skipped(at, ranks, block_bits, owner))
 
 
 @given(st.data(), st.integers(1, 2**31 - 1) | st.integers(1, 5000), st.integers(2, 8))
@@ -421,7 +421,7 @@ def test_a_step_takes_fourteen_launches_and_the_host_reads_nothing() -> None:
         def step(number: int) -> Any:
             left = _selected.enter(addition, part, 1, number)
             gpu.collect(addition, left.messages, part, part, 1, number)
-            _places.deliver(left.messages, part, 3.0, torch.empty_like(memory))
+            _arrived.deliver(left.messages, part, 3.0, torch.empty_like(memory))
 
         step(0)
         with launches() as counted:

@@ -25,7 +25,7 @@ from tests.strategies import FLOATS, same_bits
 pytest.importorskip("triton")
 import triton.runtime.interpreter as interpreter
 
-from sparcel.kernels.gpu import _compact, _radix, _sum, _work
+from sparcel.kernels.gpu import _base, _mark, _radix
 from sparcel.kernels.gpu import select as gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,7 +37,7 @@ few = settings(max_examples=8, suppress_health_check=[*HealthCheck])
 def small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let short vectors be sampled, and be counted by several groups."""
     monkeypatch.setattr(gpu, "SAMPLES", 128)
-    for module in (_compact, _sum, _work):
+    for module in (_base, _mark):
         monkeypatch.setattr(module, "GROUP", 1)
 
 
@@ -161,7 +161,7 @@ def test_a_sample_that_misleads_costs_time_alone(
 
     def misled(sum: object, work: Tensor, samples: int, rank: int) -> None:
         work.zero_()
-        work[_work.ABOVE] = above
+        work[_radix.ABOVE] = above
         sampled.append(rank)
 
     monkeypatch.setattr(gpu, "sample", misled)
@@ -222,9 +222,9 @@ def test_places_beyond_2_to_the_31st(monkeypatch: pytest.MonkeyPatch) -> None:
 
     # The interpreter would copy the vectors onto themselves, which are shared with it.
     monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
-    for module in (gpu, _compact, _radix, _sum):
+    for module in (gpu, _mark, _radix):
         monkeypatch.setattr(module, "launch", launch_few)
-    for module in (_compact, _sum, _work):
+    for module in (_base, _mark):
         monkeypatch.setattr(module, "GROUP", 128)
     monkeypatch.setattr(
         Tensor, "new_empty", lambda x, *shape, dtype=None, **_: untouched(shape, dtype or x.dtype)

@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 
 from sparcel import device
 from sparcel.errors import InputError
-from sparcel.kernels.definitions import sets as reference
-from sparcel.kernels.gpu import sets as kernels
+from sparcel.kernels.definitions import reduce as reference
+from sparcel.kernels.gpu import reduce as kernels
 from tests.card import moved, on_card, seen
 from tests.kernels.test_merge import Pair, random_streams
 from tests.strategies import DTYPES, same_bits

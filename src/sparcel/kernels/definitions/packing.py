@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sparcel.device import put
-from sparcel.kernels.definitions.common import index_dtype
 from sparcel.kernels.definitions.reduce import indices_fault
+from sparcel.kernels.definitions.select import index_dtype
 
 WORD = 8
 """Parts of a message begin at multiples of so many bytes."""

@@ -1,4 +1,4 @@
-"""Merging of sparse vectors, and writing of sparse vectors into dense ones."""
+"""Merging and filtering of sparse vectors, and writing of them into dense ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from sparcel.errors import InputError
-from sparcel.kernels.definitions.common import widen
 from sparcel.ops import Op
 
 
@@ -181,7 +180,47 @@ def check_indices(indices: Tensor, size: int) -> int:
     return int(positions[0]) if positions.numel() else -1
 
 
+def within(indices: Tensor, values: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the entries whose indices are among ``others``.
+
+    Parameters
+    ----------
+    indices
+        ``[nnz]``, int32 or int64, sorted and unique.
+    values
+        ``[nnz]`` or rows ``[nnz, width]``, any dtype that `merge` takes.
+    others
+        ``[m]``, sorted and unique, the dtype of ``indices``.
+
+    Returns
+    -------
+    indices, values
+        New tensors, in the order and with the dtypes of the arguments.
+    """
+    kept = torch.isin(indices, others)
+    return indices[kept], values[kept]
+
+
+def without(
+    indices: Tensor, values: Tensor, others: Tensor, left: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the entries whose indices are not among ``others``; otherwise like `within`.
+
+    ``left`` is how many these are, where the caller knows, so that nobody has to wait for it.
+    """
+    kept = ~torch.isin(indices, others)
+    return indices[kept], values[kept]
+
+
 def _wrong(indices: Tensor, size: int) -> Tensor:
     wrong = (indices < 0) | (indices >= size)
     wrong[1:] |= indices[1:] <= indices[:-1]
     return wrong
+
+
+_WIDE_DTYPE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+def widen(values: Tensor) -> Tensor:
+    """Return values of half precision as float32, others unchanged."""
+    return values.to(_WIDE_DTYPE.get(values.dtype, values.dtype))

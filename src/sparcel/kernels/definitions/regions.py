@@ -14,8 +14,7 @@ from torch import Tensor
 from sparcel import kernels
 from sparcel.device import all_of, finite_flag
 from sparcel.errors import FormatError, MismatchError
-from sparcel.kernels.addition import Addition
-from sparcel.kernels.definitions.common import magnitude_bits
+from sparcel.kernels.definitions.select import Addition, magnitude_bits
 from sparcel.kernels.phase import Phase, Regions
 from sparcel.ops import SUM
 

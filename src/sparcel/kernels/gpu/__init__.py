@@ -19,6 +19,8 @@ from sparcel.kernels.gpu.reduce import indices_fault as indices_fault
 from sparcel.kernels.gpu.reduce import merge as merge
 from sparcel.kernels.gpu.reduce import scatter as scatter
 from sparcel.kernels.gpu.reduce import scatter_reduce as scatter_reduce
+from sparcel.kernels.gpu.reduce import within as within
+from sparcel.kernels.gpu.reduce import without as without
 from sparcel.kernels.gpu.regions import collect as collect
 from sparcel.kernels.gpu.regions import deliver as deliver
 from sparcel.kernels.gpu.regions import enter as enter
@@ -29,5 +31,3 @@ from sparcel.kernels.gpu.select import magnitude_histogram as magnitude_histogra
 from sparcel.kernels.gpu.select import threshold_select as threshold_select
 from sparcel.kernels.gpu.select import topk as topk
 from sparcel.kernels.gpu.select import topk_chunked as topk_chunked
-from sparcel.kernels.gpu.sets import within as within
-from sparcel.kernels.gpu.sets import without as without

@@ -1,8 +1,8 @@
-"""Messages of selected coordinates that arrived, on a GPU: which coordinates they have.
+"""Reads messages of selected coordinates, on a GPU: what others sent, and what owners returned.
 
-Two kernels. The first checks the headers and counts the bits of bitmaps; the second turns packed
-indices into bitmaps of all coordinates, and finds what is wrong with them. A message that is not
-sound sets a flag, and whatever it holds, no kernel leaves its memory.
+Three kernels. The first checks the headers and counts the bits of bitmaps; the second turns packed
+indices into bitmaps of all coordinates, and finds what is wrong with them; the third reads the
+values. A message that is not sound sets a flag, and whatever it holds, no kernel leaves its memory.
 """
 
 from __future__ import annotations
@@ -14,26 +14,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparcel.kernels.gpu import _region
-from sparcel.kernels.gpu._launch import launch
+from sparcel.kernels.gpu import _message
+from sparcel.kernels.gpu._base import launch
 from sparcel.kernels.gpu._message import (
-    bits_at,
-    codes_span,
-    header_of,
-    is_plain,
-    non_finite,
-    parts_of,
-    values_at,
-)
-from sparcel.kernels.gpu._region import (
     WARPS,
     add_last,
     add_up,
+    bits_at,
+    codes_span,
     grid_of,
+    header_of,
+    is_plain,
     kind_of,
     layout_of,
     length_of,
+    non_finite,
     pair,
+    parts_of,
+    tile_of,
+    values_at,
 )
 from sparcel.kernels.phase import Phase
 
@@ -246,7 +245,7 @@ class Arrived(NamedTuple):
 
 def read(messages: Tensor, phase: Phase, region: int, own: int) -> Arrived:
     """Find the places of messages, each about its rank's region, or all about one."""
-    regions, stride, tile = phase.regions, messages.shape[1], _region.TILE
+    regions, stride, tile = phase.regions, messages.shape[1], _message.TILE
     grid = grid_of(regions.length(0))
     programs = regions.ranks * grid.chunks
     facts = messages.new_empty(_FACTS + regions.ranks + grid.chunks, dtype=torch.int64)
@@ -259,6 +258,104 @@ def read(messages: Tensor, phase: Phase, region: int, own: int) -> Arrived:
     )  # fmt: skip
     launch(
         _place, programs, messages, stride, facts, masks, counts, placed, region, own, *layout,
-        BITS=phase.bits, GROUP=phase.group, TILE=tile, CHUNKS=_region.CHUNKS, num_warps=WARPS,
+        BITS=phase.bits, GROUP=phase.group, TILE=tile, CHUNKS=_message.CHUNKS, num_warps=WARPS,
     )  # fmt: skip
     return Arrived((messages, stride, facts, masks, placed), layout, grid.chunks, facts)
+
+
+_OVERFLOWS = {torch.float32: 0x7F800000, torch.float16: 0x477FF000, torch.bfloat16: 0x7F7F8000}
+"""The bits of the least magnitude that becomes infinite in a dtype."""
+
+
+@triton.jit(
+    do_not_specialize=["size", "ranks", "block_bits", "own", "row_bytes", "chunks", "tiles"]
+)
+def _add(
+    x, messages, row_bytes, facts, masks, placed,
+    own, size, ranks, block_bits, chunks, tiles,
+    BITS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, CHUNKS: tl.constexpr,
+    SOURCES: tl.constexpr,
+):  # fmt: skip
+    """Add the messages of all rows to a chunk of the own region, in order."""
+    chunk = tl.program_id(0)
+    length = length_of(size, ranks, block_bits, own).to(tl.int64)
+    source = tl.arange(0, SOURCES)
+    starts = tl.zeros([SOURCES], tl.int32)  # how many values of each message are used
+    for row in range(ranks):
+        before, _ = add_up(placed + row * chunks, chunk, chunks, CHUNKS)
+        starts = tl.where(source == row, before, starts)
+    fell = tl.zeros([1], tl.float64)
+    for tile in range(tiles):
+        first = (chunk.to(tl.int64) * tiles + tile) * TILE
+        if first < length:
+            place, at = tile_of(first, ranks, block_bits, own, TILE)
+            value = tl.load(x + at, mask=at < size, other=0.0)
+            old = value
+            for row in range(ranks):
+                if row != own:
+                    words = chunks * tiles * (TILE // 32)
+                    start = tl.sum(tl.where(source == row, starts, 0), axis=0)
+                    added, kept, found = read_tile(
+                        messages, row_bytes, facts, masks, row, length, place, start, words,
+                        BITS, GROUP, TILE,
+                    )  # fmt: skip
+                    value = tl.where(kept, value + added, value)
+                    starts += tl.where(source == row, found, 0)
+            tl.store(x + at, value, mask=at < size)
+            fell += tl.sum((tl.abs(old) - tl.abs(value)).to(tl.float64), axis=0)
+    add_fell(tl.sum(fell, axis=0), facts, ranks)
+
+
+@triton.jit(do_not_specialize=["size", "ranks", "block_bits", "row_bytes", "chunks", "tiles"])
+def _write(
+    out, messages, row_bytes, facts, masks, placed, divisor,
+    size, ranks, block_bits, chunks, tiles,
+    OVERFLOWS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Write the values of a chunk of a region over the divisor."""
+    program = tl.program_id(0)
+    row, chunk = program // chunks, program % chunks
+    length = length_of(size, ranks, block_bits, row).to(tl.int64)
+    start, _ = add_up(placed + row * chunks, chunk, chunks, CHUNKS)
+    peak = 0
+    for tile in range(tiles):
+        first = (chunk.to(tl.int64) * tiles + tile) * TILE
+        if first < length:
+            place, at = tile_of(first, ranks, block_bits, row, TILE)
+            words = chunks * tiles * (TILE // 32)
+            value, kept, found = read_tile(
+                messages, row_bytes, facts, masks, row, length, place, start, words,
+                BITS, GROUP, TILE,
+            )  # fmt: skip
+            start += found
+            value = tl.where(kept, tl.div_rn(value, tl.zeros_like(value) + divisor), 0.0)
+            tl.store(out + at, value.to(out.dtype.element_ty), mask=at < size)
+            magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            peak = tl.maximum(peak, tl.max(magnitude, axis=0))
+    if peak >= OVERFLOWS:
+        tl.store(finite_at(facts), 0)
+
+
+def add(x: Tensor, arrived: Tensor, up: Phase, rank: int) -> Added:
+    """Add what others sent to the own region of x, in the order of ranks."""
+    came = read(arrived, up, rank, rank)
+    launch(
+        _add, came.chunks, x, *came.messages, rank, *came.layout,
+        BITS=up.bits, GROUP=up.group, TILE=_message.TILE, CHUNKS=_message.CHUNKS,
+        SOURCES=triton.next_power_of_2(up.regions.ranks), num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return Added(*came.flags(), came.fell())
+
+
+def deliver(
+    returned: Tensor, down: Phase, divisor: float, out: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Write what owners returned, over the divisor: the entries, whether finite, the fault."""
+    came = read(returned, down, -1, -1)
+    launch(
+        _write, down.regions.ranks * came.chunks, out, *came.messages, float(divisor),
+        *came.layout, OVERFLOWS=_OVERFLOWS[out.dtype], BITS=down.bits, GROUP=down.group,
+        TILE=_message.TILE, CHUNKS=_message.CHUNKS, num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return came.facts[0], *came.flags()

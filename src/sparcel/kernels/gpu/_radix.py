@@ -3,24 +3,98 @@
 Each level counts one field of the bits, of the magnitudes whose upper bits are those of the k-th
 largest. No launch stands between two levels: every program of the next one reads off the histogram
 of the last where the k-th largest is.
+
+All kernels of a selection share one tensor, int64, that begins as zeros. First come two rules, for
+what passes a threshold and for what is selected; then the way to the k-th largest and the
+histograms on it; then how many pass of each group of spans, of each kind. Kernels get its places
+from functions that have them as literals: Triton compares all global numbers of a kernel at each
+launch, which takes the host as long as two arguments do.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparcel.kernels.gpu._bits import bits_width, magnitude_bits
-from sparcel.kernels.gpu._launch import launch
-from sparcel.kernels.gpu._work import (
-    FIELD,
-    above_at,
-    histogram_at,
-    levels_of,
-    passed_at,
-    path_at,
-)
+from sparcel.kernels.gpu._base import bits_width, groups_length, launch, magnitude_bits
+
+FIELD = 11
+BINS = 1 << FIELD
+"""The most bits that a histogram tells apart, and its length."""
+
+SPAN = 8192
+"""Entries of a vector that one program marks or emits."""
+
+FAULT, ABOVE, PASSED, ROOM, TIED = range(5)
+"""The places of a rule.
+
+Entries whose magnitudes have more than the bits ABOVE pass; PASSED is how many. Of the TIED ones
+whose magnitudes have just these bits the first ROOM pass, too. FAULT is 1 if the sum is not finite.
+"""
+RULE_LENGTH = 8
+_HEAD = 4 * RULE_LENGTH
+"""Numbers before the histograms: two rules, and a path of up to 2 * 6."""
+
+
+def levels_of(dtype: torch.dtype) -> int:
+    """Return how many histograms lead to a magnitude of a dtype."""
+    return -(-bits_width(dtype) // FIELD)
+
+
+def spans_of(size: int) -> int:
+    """Return how many spans a vector has."""
+    return -(-size // SPAN)
+
+
+def work_length(x: Tensor) -> int:
+    """Return how many numbers the memory has for a vector like ``x``."""
+    return _HEAD + levels_of(x.dtype) * BINS + groups_length(spans_of(x.numel()))
+
+
+@triton.jit
+def above_at(rule):
+    return rule + 1
+
+
+@triton.jit
+def passed_at(rule):
+    return rule + 2
+
+
+@triton.jit
+def room_at(rule):
+    return rule + 3
+
+
+@triton.jit
+def tied_at(rule):
+    return rule + 4
+
+
+@triton.jit
+def selected_at(work):
+    """Return where the rule is for what is selected."""
+    return work + 8
+
+
+@triton.jit
+def path_at(work, LEVEL: tl.constexpr):
+    """Return where the upper bits before a level are; how many are needed follows."""
+    return work + 16 + 2 * LEVEL
+
+
+@triton.jit
+def histogram_at(work, LEVEL: tl.constexpr):
+    return work + 32 + 2048 * LEVEL
+
+
+@triton.jit
+def groups_at(work, WIDTH: tl.constexpr, FIELD: tl.constexpr):
+    """Return where the counts of groups are, for magnitudes of ``WIDTH`` bits."""
+    return histogram_at(work, (WIDTH + FIELD - 1) // FIELD)
+
 
 TILE = 1024
 _MANY = 1 << 20

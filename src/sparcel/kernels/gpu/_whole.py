@@ -13,20 +13,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparcel.kernels.addition import Addition
+from sparcel.kernels.definitions.select import Addition
 from sparcel.kernels.gpu._arrived import Added
-from sparcel.kernels.gpu._bits import is_infinite, magnitude_bits
-from sparcel.kernels.gpu._compact import load_inside
-from sparcel.kernels.gpu._dense import begin_rows, check, read_tile, rows_from, write_tile
-from sparcel.kernels.gpu._launch import launch
-from sparcel.kernels.gpu._region import (
+from sparcel.kernels.gpu._base import is_infinite, launch, load_inside, magnitude_bits
+from sparcel.kernels.gpu._message import (
     TILE,
     WARPS,
     add_last,
+    begin_rows,
+    check,
     kind_of,
     layout_of,
     length_of,
+    read_tile,
+    rows_from,
     skipped,
+    write_tile,
 )
 from sparcel.kernels.phase import Phase, row_bytes
 

@@ -10,10 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparcel.kernels.definitions.common import index_dtype
 from sparcel.kernels.definitions.packing import WORD, check_length, layout, packed_words
-from sparcel.kernels.gpu._launch import launch
-from sparcel.kernels.gpu._work import GROUP, add_span, before_span, groups_length
+from sparcel.kernels.definitions.select import index_dtype
+from sparcel.kernels.gpu._base import GROUP, add_span, before_span, groups_length, launch
 
 _TILE = 1024  # indices a program packs
 _WORDS, _TILES = 32, 4  # words of the bitmap in a tile, and tiles that a program unpacks

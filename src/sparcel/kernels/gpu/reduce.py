@@ -1,6 +1,6 @@
-"""Merging of sparse vectors, and writing of sparse vectors into dense ones, on a GPU.
+"""Merging and filtering of sparse vectors, and writing of them into dense ones, on a GPU.
 
-Nothing is sorted: an entry finds its place in the merged order by searching the other streams.
+Nothing is sorted: an entry finds its place in other streams by a binary search.
 """
 
 from __future__ import annotations
@@ -16,11 +16,20 @@ from torch import Tensor
 from sparcel import device
 from sparcel.errors import InputError
 from sparcel.kernels.definitions import reduce as definitions
-from sparcel.kernels.definitions.common import index_dtype
-from sparcel.kernels.gpu._bits import number_bits, number_of, widened
-from sparcel.kernels.gpu._launch import launch
-from sparcel.kernels.gpu._search import BLOCK, check_rows, lower_bound, programs_for
-from sparcel.kernels.gpu._work import GROUP, add_span, before_span, groups_length
+from sparcel.kernels.definitions.select import index_dtype
+from sparcel.kernels.gpu._base import (
+    BLOCK,
+    GROUP,
+    add_span,
+    before_span,
+    groups_length,
+    launch,
+    lower_bound,
+    number_bits,
+    number_of,
+    programs_for,
+    widened,
+)
 from sparcel.ops import Op
 
 _COLUMNS = 128  # of rows that a program reads at once
@@ -32,7 +41,7 @@ def merge(
     if op.name is None or not streams:
         return definitions.merge(streams, op)
     for one in streams:
-        check_rows(*one)
+        _check_rows(*one)
     if len({(indices.dtype, values.dtype) for indices, values in streams}) > 1:
         raise InputError("all streams must have the same dtypes")
     indices = torch.cat([indices for indices, _ in streams])
@@ -257,7 +266,7 @@ def _ranked(indices: Tensor, lengths: Sequence[int], work: Tensor) -> tuple[Tens
 
 def _scattered(dense: Tensor, indices: Tensor, values: Tensor, how: str) -> None:
     """Combine values with those of ``dense`` in place, or overwrite these."""
-    check_rows(indices, values)
+    _check_rows(indices, values)
     if values.shape[1:] != dense.shape[1:]:
         raise InputError("rows must have the width of dense")
     converted = values.detach().to(dense.dtype)
@@ -266,6 +275,91 @@ def _scattered(dense: Tensor, indices: Tensor, values: Tensor, how: str) -> None
         _scatter, programs_for(converted.numel()), dense, indices, converted, converted.numel(),
         dense.shape[0], _width(dense), OP=how, MOST=most, BLOCK=BLOCK,
     )  # fmt: skip
+
+
+def within(indices: Tensor, values: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+    return _filtered(indices, values.detach(), others, found=True)
+
+
+def without(
+    indices: Tensor, values: Tensor, others: Tensor, left: int | None = None
+) -> tuple[Tensor, Tensor]:
+    return _filtered(indices, values.detach(), others, found=False, count=left)
+
+
+@triton.jit(do_not_specialize=["size", "length", "steps"])
+def _keep(indices, others, kept, size, length, steps, FOUND: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = place < size
+    index = tl.load(indices + place, mask=there, other=0)
+    low = tl.zeros([BLOCK], dtype=tl.int64)
+    other = lower_bound(others, low, low + length, index, steps)
+    inside = there & (other < length)
+    found = inside & (tl.load(others + other, mask=inside, other=0) == index)
+    tl.store(kept + place, (found == FOUND).to(tl.int8), mask=there)
+
+
+def _filtered(
+    indices: Tensor, values: Tensor, others: Tensor, found: bool, count: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the entries whose indices are among ``others``, or those that are not.
+
+    The host waits for their number if ``count`` is not it.
+    """
+    _check_rows(indices, values)
+    if indices.dtype != others.dtype:
+        raise InputError("both lists of indices must have one dtype")
+    size, length = indices.numel(), others.numel()
+    if size == 0:
+        return indices.clone(), values.clone()
+    kept = indices.new_empty(size, dtype=torch.int8)
+    launch(
+        _keep, programs_for(size), indices, others, kept, size, length, length.bit_length(),
+        FOUND=found, BLOCK=BLOCK,
+    )  # fmt: skip
+    places, number = _places_of(kept)
+    places = places[: int(device.read(number)) if count is None else count]
+    return indices.index_select(0, places), values.index_select(0, places)
+
+
+@triton.jit(do_not_specialize=["size"])
+def _count_kept(kept, counts, size, BLOCK: tl.constexpr):
+    program = tl.program_id(0).to(tl.int64)
+    place = program * BLOCK + tl.arange(0, BLOCK)
+    passed = tl.load(kept + place, mask=place < size, other=0) != 0
+    tl.store(counts + program, tl.sum(passed.to(tl.int32), axis=0))
+
+
+@triton.jit(do_not_specialize=["size"])
+def _list_kept(kept, before, places, size, BLOCK: tl.constexpr):
+    program = tl.program_id(0).to(tl.int64)
+    place = program * BLOCK + tl.arange(0, BLOCK)
+    passed = tl.load(kept + place, mask=place < size, other=0) != 0
+    start = tl.load(before + program - 1, mask=program > 0, other=0)
+    slot = start + tl.cumsum(passed.to(tl.int32), axis=0) - 1
+    tl.store(places + slot, place.to(places.dtype.element_ty), mask=passed)
+
+
+def _places_of(kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the places where ``kept`` (int8, at least one entry) is not 0, and their number.
+
+    There is memory for as many places as ``kept`` has entries; the number, int64 ``[1]``, stays on
+    the device.
+    """
+    size = kept.numel()
+    programs = programs_for(size)
+    counts = kept.new_empty(programs, dtype=torch.int32)
+    places = kept.new_empty(size, dtype=index_dtype(size))
+    launch(_count_kept, programs, kept, counts, size, BLOCK=BLOCK)
+    before = counts.cumsum(0)
+    launch(_list_kept, programs, kept, before, places, size, BLOCK=BLOCK)
+    return places, before[-1:]
+
+
+def _check_rows(indices: Tensor, values: Tensor) -> None:
+    """Raise `InputError` unless there is a value or a row for each index."""
+    if values.shape[:1] != indices.shape:
+        raise InputError("each index needs its value or row")
 
 
 def _width(values: Tensor) -> int:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparcel.kernels.addition import Addition
 from sparcel.kernels.definitions import regions
 from sparcel.kernels.definitions.regions import Collected, Delivered, Entered
-from sparcel.kernels.gpu import _places, _selected, _whole
+from sparcel.kernels.definitions.select import Addition
+from sparcel.kernels.gpu import _arrived, _selected, _whole
 from sparcel.kernels.phase import Phase
 
 
@@ -40,7 +40,7 @@ def collect(
     x, rows = addition.scratch, _rows(arrived)
     if up.dense and down.dense:
         return Collected(*_whole.collect(x, rows, up, down, rank))
-    added = (_whole if up.dense else _places).add(x, rows, up, rank)
+    added = (_whole if up.dense else _arrived).add(x, rows, up, rank)
     if down.dense:
         made = _whole.take_own(x, down, rank, added.finite, added.magnitude)
     else:
@@ -53,7 +53,7 @@ def deliver(
 ) -> Delivered:
     if not down.group or out.dtype == torch.float64:
         return regions.deliver(out, returned, down, divisor)
-    passes = _whole if down.dense else _places
+    passes = _whole if down.dense else _arrived
     return Delivered(*passes.deliver(_rows(returned), down, divisor, out))
 
 
