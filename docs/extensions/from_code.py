@@ -17,6 +17,7 @@ import typer
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
+from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docutils import SphinxDirective
 from sphinx.util.logging import getLogger
 from typer.cli import get_docs_for_click
@@ -145,6 +146,8 @@ def check_names(app: Sphinx, environment: BuildEnvironment) -> None:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register what is above."""
+    # A function's own signature says more than its overloads, which are for type checkers.
+    ModuleAnalyzer.overloads = property(lambda _: {}, lambda _, overloads: None)
     app.add_directive("settings-table", SettingsTable)
     app.add_directive("attach-table", AttachTable)
     app.connect("source-read", list_commands)

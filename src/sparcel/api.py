@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, Required, TypeAlias, TypedDict, Unpack, overload
 
 from sparcel import auto, collectives
 from sparcel._checks import check_type, checked_flag, checked_whole
@@ -20,15 +20,30 @@ Exact: TypeAlias = Literal["raw", "packed", "chunked", "auto"]
 """The formats that lose nothing, by name; with any other the result is ``(result, lost)``."""
 
 
+class _Exact(TypedDict, total=False):
+    async_op: Literal[False]
+    format: Exact
+
+
+class _ExactJob(TypedDict, total=False):
+    async_op: Required[Literal[True]]
+    format: Exact
+
+
+class _Rounded(TypedDict, total=False):
+    async_op: bool
+    format: Required[str | Format]
+
+
 @overload
 def all_reduce(
     stream: SparseStream,
     op: str | Op = ...,
     algorithm: str = ...,
     group: Group = ...,
-    async_op: Literal[False] = ...,
+    *,
     max_nnz: int | None = ...,
-    format: Exact = ...,
+    **how: Unpack[_Exact],
 ) -> SparseStream: ...
 @overload
 def all_reduce(
@@ -37,9 +52,8 @@ def all_reduce(
     algorithm: str = ...,
     group: Group = ...,
     *,
-    async_op: Literal[True],
     max_nnz: int | None = ...,
-    format: Exact = ...,
+    **how: Unpack[_ExactJob],
 ) -> Job[SparseStream]: ...
 @overload
 def all_reduce(
@@ -47,10 +61,9 @@ def all_reduce(
     op: str | Op = ...,
     algorithm: str = ...,
     group: Group = ...,
-    async_op: bool = ...,
-    max_nnz: int | None = ...,
     *,
-    format: str | Format,
+    max_nnz: int | None = ...,
+    **how: Unpack[_Rounded],
 ) -> Any: ...
 def all_reduce(
     stream: SparseStream,
@@ -120,11 +133,9 @@ def all_reduce(
     """
     op, comm = resolve_op(op), _communicator(group, stream)
     collectives.check_algorithm(algorithm, op)
-    if max_nnz is not None:
-        max_nnz = checked_whole(max_nnz, "max_nnz", at_least=0)
+    max_nnz = _checked_bound(max_nnz)
 
     def reduced(wire: Wire) -> SparseStream:
-        _check_bound(stream, max_nnz)
         return _unshared(auto.all_reduce(stream, wire, op, algorithm, max_nnz), stream)
 
     return _run(comm, reduced, stream, format, async_op, op, max_nnz)
@@ -199,11 +210,9 @@ def all_reduce_topk(
     comm, k = _communicator(group, stream), checked_whole(k, "k", at_least=1)
     collectives.check_selectable(stream)
     select = collectives.SELECTING[checked_name(algorithm, collectives.SELECTING, "algorithm")]
-    if max_nnz is not None:
-        max_nnz = checked_whole(max_nnz, "max_nnz", at_least=0)
+    max_nnz = _checked_bound(max_nnz)
 
     def selected(wire: Wire) -> tuple[SparseStream, SparseStream]:
-        _check_bound(stream, max_nnz)
         found = select(stream, wire, k, max_nnz)
         return _copy(found.total), reduce([found.dropped, *_lost(wire, stream.size)])
 
@@ -212,16 +221,14 @@ def all_reduce_topk(
 
 @overload
 def all_gather(
-    stream: SparseStream, group: Group = ..., async_op: Literal[False] = ..., format: Exact = ...
+    stream: SparseStream, group: Group = ..., **how: Unpack[_Exact]
 ) -> list[SparseStream]: ...
 @overload
 def all_gather(
-    stream: SparseStream, group: Group = ..., *, async_op: Literal[True], format: Exact = ...
+    stream: SparseStream, group: Group = ..., **how: Unpack[_ExactJob]
 ) -> Job[list[SparseStream]]: ...
 @overload
-def all_gather(
-    stream: SparseStream, group: Group = ..., async_op: bool = ..., *, format: str | Format
-) -> Any: ...
+def all_gather(stream: SparseStream, group: Group = ..., **how: Unpack[_Rounded]) -> Any: ...
 def all_gather(
     stream: SparseStream,
     group: Group = None,
@@ -248,29 +255,15 @@ def all_gather(
 
 @overload
 def reduce_scatter(
-    stream: SparseStream,
-    op: str | Op = ...,
-    group: Group = ...,
-    async_op: Literal[False] = ...,
-    format: Exact = ...,
+    stream: SparseStream, op: str | Op = ..., group: Group = ..., **how: Unpack[_Exact]
 ) -> SparseStream: ...
 @overload
 def reduce_scatter(
-    stream: SparseStream,
-    op: str | Op = ...,
-    group: Group = ...,
-    *,
-    async_op: Literal[True],
-    format: Exact = ...,
+    stream: SparseStream, op: str | Op = ..., group: Group = ..., **how: Unpack[_ExactJob]
 ) -> Job[SparseStream]: ...
 @overload
 def reduce_scatter(
-    stream: SparseStream,
-    op: str | Op = ...,
-    group: Group = ...,
-    async_op: bool = ...,
-    *,
-    format: str | Format,
+    stream: SparseStream, op: str | Op = ..., group: Group = ..., **how: Unpack[_Rounded]
 ) -> Any: ...
 def reduce_scatter(
     stream: SparseStream,
@@ -300,29 +293,15 @@ def reduce_scatter(
 
 @overload
 def broadcast(
-    stream: SparseStream | None,
-    root: int = ...,
-    group: Group = ...,
-    async_op: Literal[False] = ...,
-    format: Exact = ...,
+    stream: SparseStream | None, root: int = ..., group: Group = ..., **how: Unpack[_Exact]
 ) -> SparseStream: ...
 @overload
 def broadcast(
-    stream: SparseStream | None,
-    root: int = ...,
-    group: Group = ...,
-    *,
-    async_op: Literal[True],
-    format: Exact = ...,
+    stream: SparseStream | None, root: int = ..., group: Group = ..., **how: Unpack[_ExactJob]
 ) -> Job[SparseStream]: ...
 @overload
 def broadcast(
-    stream: SparseStream | None,
-    root: int = ...,
-    group: Group = ...,
-    async_op: bool = ...,
-    *,
-    format: str | Format,
+    stream: SparseStream | None, root: int = ..., group: Group = ..., **how: Unpack[_Rounded]
 ) -> Any: ...
 def broadcast(
     stream: SparseStream | None,
@@ -363,12 +342,8 @@ def broadcast(
     return _run(comm, sent, stream, format, async_op)
 
 
-def _check_bound(stream: SparseStream, max_nnz: int | None) -> None:
-    if max_nnz is not None and stream.nnz > max_nnz:
-        raise InputError(
-            f"max_nnz must bound the entries of every rank's stream, got {max_nnz} for a stream of"
-            f" {stream.nnz}; leave max_nnz out if no bound is known"
-        )
+def _checked_bound(max_nnz: int | None) -> int | None:
+    return None if max_nnz is None else checked_whole(max_nnz, "max_nnz", at_least=0)
 
 
 def _run(
@@ -380,23 +355,7 @@ def _run(
     op: Op = SUM,
     max_nnz: int | None = None,
 ) -> Any:
-    """Run a collective over a wire of the group, at once or as a job.
-
-    Parameters
-    ----------
-    stream
-        What this rank passes; None on a rank that only receives.
-
-    Returns
-    -------
-    Any
-        The result, or the job. With a format that rounds: the result and what this rank lost.
-
-    Raises
-    ------
-    InputError
-        When the format is unknown, or cannot hold such a stream and its sums.
-    """
+    """Run a collective as `_submit` does; with a format that rounds, also return what was lost."""
 
     def with_lost(wire: Wire) -> Any:
         result = collective(wire)
@@ -417,7 +376,11 @@ def _submit(
     op: Op,
     max_nnz: int | None,
 ) -> Any:
-    """Run a collective as `_run` does, and return its result alone."""
+    """Run a collective over a wire of the group, at once or as a job, and return its result.
+
+    ``stream`` is None on a rank that only receives. Raises `InputError` when the format is unknown,
+    or cannot hold such a stream and its sums, and when the stream exceeds ``max_nnz``.
+    """
     layout = None if format == "auto" else format_named(format)
     if layout is not None and layout.loses and stream is not None:
         layout.check_holds(stream.dtype, stream.width)
@@ -428,6 +391,11 @@ def _submit(
             )
 
     def job() -> Any:
+        if max_nnz is not None and stream is not None and stream.nnz > max_nnz:
+            raise InputError(
+                f"max_nnz must bound the entries of every rank's stream, got {max_nnz} for a stream"
+                f" of {stream.nnz}; leave max_nnz out if no bound is known"
+            )
         wire = Wire(comm, layout or _fastest_format(comm, stream, max_nnz))
         result = collective(wire)
         settle()  # nobody else asks whether messages from a GPU were sound
