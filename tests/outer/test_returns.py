@@ -21,13 +21,13 @@ from sparcel.delta import Folder
 from sparcel.errors import CommunicationError, SparcelWarning
 from sparcel.meeting import Meeting, Server
 from sparcel.outer import Method, Outer, attach
-from sparcel.outer.actions import Create, Now, Read, Wait
+from sparcel.outer.came import beat_seconds
+from sparcel.outer.history import Create, Now, Read, Wait
 from sparcel.outer.islands import pause_after
 from sparcel.outer.model import Model
 from sparcel.outer.places import ASKED_SECONDS
 from sparcel.outer.protocol import Protocol
 from sparcel.outer.shared import Shared
-from sparcel.outer.silence import beat_seconds
 from sparcel.schemes import Bidirectional, Dense
 
 PATIENCE = 3.0

@@ -10,10 +10,9 @@ from unittest.mock import patch
 import pytest
 
 from sparcel.errors import CommunicationError
-from sparcel.outer import actions, silence
-from sparcel.outer.actions import Action, Create, Read, Run
+from sparcel.outer import came, history
 from sparcel.outer.came import Came
-from sparcel.outer.history import Quorum
+from sparcel.outer.history import Action, Create, Quorum, Read, Run
 from sparcel.outer.protocol import Protocol
 from tests.outer import world as worlds
 from tests.outer.world import PATIENCE, BrokenPromiseError, Island, World, live
@@ -46,7 +45,7 @@ class Files(World):
     """A world in which nobody sees another's connection end."""
 
     def _do(self, island: Island, action: object) -> None:
-        if isinstance(action, actions.Gone):
+        if isinstance(action, history.Gone):
             self.after(0.0, lambda: self.resume(island, set()))
         else:
             super()._do(island, action)
@@ -54,7 +53,7 @@ class Files(World):
 
 @pytest.mark.parametrize("who", ["member", "guest"])
 def test_who_gives_no_sign_of_life_is_not_waited_for(who: str) -> None:
-    with patch.object(silence, "_MOST_SECONDS", 0.8):  # 2 s without one
+    with patch.object(came, "_MOST_SECONDS", 0.8):  # 2 s without one
         world = Files(0)
         world.calm = True
         one, other = world.start("one"), world.start("other")
@@ -100,7 +99,7 @@ def a_run() -> tuple[World, Island, Island]:
 @pytest.mark.parametrize("dead", [1, 8, "a host"])
 def test_a_run_begins_without_those_who_came_and_died(later: bool, dead: int | str) -> None:
     """They have loaded the same checkpoint as the others, or a later one."""
-    with patch.object(silence, "_MOST_SECONDS", 0.8):
+    with patch.object(came, "_MOST_SECONDS", 0.8):
         world, writer, _ = a_run()
         saved = writer.checkpoints[len(writer.checkpoints) // 2]
         world.move()
@@ -121,7 +120,7 @@ def test_a_run_begins_without_those_who_came_and_died(later: bool, dead: int | s
 
 @pytest.mark.parametrize("lag", [0.0, 1.0, 0.5 * PATIENCE])
 def test_all_may_stop_and_come_back_without_a_loss(lag: float) -> None:
-    with patch.object(silence, "_MOST_SECONDS", 0.8):
+    with patch.object(came, "_MOST_SECONDS", 0.8):
         world, *islands = a_run()
         for island in islands:
             world.kill(island)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from sparcel.errors import SparcelError
-from sparcel.outer import actions, history, silence
+from sparcel.outer import came, history
 from sparcel.outer.protocol import LONGEST, Attempt, Protocol
 
 PATIENCE = 10.0
@@ -280,7 +280,7 @@ class World:
             return
         try:
             action = island.doing.send(answer)
-            while isinstance(action, actions.Now):
+            while isinstance(action, history.Now):
                 action = island.doing.send(self.now)
         except SparcelError as error:
             island.ended = f"{type(error).__name__}: {error}"
@@ -292,19 +292,19 @@ class World:
     def _do(self, island: Island, action: object) -> None:
         chance, again = self.chance, lambda answer: self.resume(island, answer)
         match action:
-            case actions.Create() | actions.Read() | actions.Remove() | actions.Signs():
+            case history.Create() | history.Read() | history.Remove() | history.Signs():
                 self._request(island, action, self.now)
-            case actions.Wait(waited):
+            case history.Wait(waited):
                 self.after(min(max(self.pause, 0.3 * waited), 2.0), lambda: again(None))
             case Train(seconds):
                 self.after(seconds * chance.uniform(0.9, 1.3), lambda: again(None))
-            case actions.Gone():
+            case history.Gone():
                 gone = {n for n, one in island.connected.items() if one.ended}
                 self.after(0.0, lambda: again(gone))
-            case actions.Host(_, name):
+            case history.Host(_, name):
                 self._hosted[name] = island, island.mine.holds, island.shared, self.now
                 self.after(0.0, lambda: again(None))
-            case actions.Receive(_, name):
+            case history.Receive(_, name):
                 self._receive(island, name, self.now + PATIENCE)
             case Exchange(attempt):
                 self._exchange(island, attempt)
@@ -343,7 +343,7 @@ class World:
         """Return the last sign of life that an island has given, at a time of its own."""
         if island.ended:
             return island.name
-        beat = silence.beat_seconds(PATIENCE)
+        beat = came.beat_seconds(PATIENCE)
         number = (self.now - island.born) // beat
         while number:
             time = island.born + number * beat
@@ -362,7 +362,7 @@ class World:
         if self.calm:
             fate = 0.5
         self.after(delay, partial(self._come, island, action, self.keys, since, fate))
-        if isinstance(action, actions.Create) and fate > 0.99:  # it comes once more, much later
+        if isinstance(action, history.Create) and fate > 0.99:  # it comes once more, much later
             later = chance.uniform(0.0, 10 * PATIENCE)
             self.after(later, partial(self._answer, self.keys, action))
 
@@ -388,14 +388,14 @@ class World:
 
     def _answer(self, keys: Keys, action: Any) -> str | None:
         match action:
-            case actions.Create(key, text):
+            case history.Create(key, text):
                 return keys.setdefault(key, (text, self.now))[0]
-            case actions.Read(key):
+            case history.Read(key):
                 return keys.get(key, (None,))[0]
-            case actions.Remove(gone):
+            case history.Remove(gone):
                 for key in gone:
                     keys.pop(key, None)
-            case actions.Signs(number):
+            case history.Signs(number):
                 return "".join(self._sign(one) for one in self.islands if one.mine.island == number)
         return None
 
@@ -556,7 +556,7 @@ def live(seed: int, make: Callable[..., Protocol] = Protocol, forgets: bool = Fa
     world = World(seed, make, forgets)
     try:
         # Outcomes are summed up soon, and the silent are not waited for as long as the patience.
-        with patch.object(history, "BLOCK", 2), patch.object(silence, "_MOST_SECONDS", 0.8):
+        with patch.object(history, "BLOCK", 2), patch.object(came, "_MOST_SECONDS", 0.8):
             _live(world)
     except BrokenPromiseError as error:
         told = "\n".join(world.story[-30:])

@@ -1,11 +1,16 @@
-"""Who has come to an attempt, and which of them can take part together."""
+"""Who has come to an attempt, which of them can take part together, and who has fallen silent."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from sparcel.errors import MismatchError
+
+_BEATS, _MOST_SECONDS, _SILENT = 5, 5.0, 2.5
+"""How often an island gives signs of life in a patience, or how many seconds apart at most; and
+after how many times without one it is taken for dead."""
 
 
 class Came(NamedTuple):
@@ -115,3 +120,68 @@ def check_state(last: Last, me: int) -> None:
 def _beginning(last: Last, me: int) -> list[Came]:
     """Return those who have this island's settings, and have not taken part at this place."""
     return [one for one in last.values() if one.facts == last[me].facts and not one.at]
+
+
+def beat_seconds(patience: float) -> float:
+    """Return how often an island gives a sign of life."""
+    return min(_MOST_SECONDS, patience / _BEATS)
+
+
+@dataclass
+class _Watch:
+    """What is known of an island that is watched."""
+
+    passed: float
+    """Seconds since the last look for its signs of life, at most one beat for each time that it was
+    asked for."""
+    before: float = 0.0
+    """When it was last asked for."""
+    signs: str | None = None
+    """What summed up its signs of life."""
+    quiet: float = 0.0
+    """Seconds in which it was watched, and gave none."""
+    speaks: bool = False
+    """Whether it has given one since it was first asked for."""
+
+
+class Watches:
+    """Tells which islands have given no sign of life for long, since they were first asked for.
+
+    Attributes
+    ----------
+    silent
+        After how many seconds without one an island is taken for dead.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self._beat = beat_seconds(patience)
+        self.silent = _SILENT * self._beat
+        self._watches = dict[int, _Watch]()
+
+    def is_due(self, island: int, now: float) -> bool:
+        """Let time go by; return whether to look for a sign of life now, and to call `hear`."""
+        watch = self._watches.setdefault(island, _Watch(self._beat))
+        # This one, or the place, may have stood still since the last call.
+        watch.passed += min(now - watch.before, self._beat)
+        watch.before = now
+        return watch.passed >= self._beat
+
+    def hear(self, island: int, signs: str) -> None:
+        """Take in what sums up an island's signs of life."""
+        watch = self._watches[island]
+        is_new = signs != watch.signs
+        watch.speaks |= is_new and watch.signs is not None
+        watch.quiet = 0.0 if is_new else watch.quiet + watch.passed
+        watch.signs, watch.passed = signs, 0.0
+
+    def is_silent(self, island: int) -> bool:
+        """Return whether an island is taken for dead."""
+        return self._watches[island].quiet >= self.silent
+
+    def speaks(self, island: int) -> bool:
+        """Return whether an island has given a sign of life since it was first asked for."""
+        return self._watches[island].speaks
+
+    def clear(self) -> None:
+        """Watch all anew."""
+        self._watches.clear()

@@ -1,4 +1,4 @@
-"""A store of torch.distributed whose keys are files, by which ranks meet that reach one place."""
+"""Files at a place that islands reach: requests made again, and a store of torch.distributed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from datetime import timedelta
+from typing import TypeVar
 from urllib.parse import quote
 from uuid import uuid4
 
@@ -18,9 +20,10 @@ from torch.distributed.distributed_c10d import Store
 from sparcel.comm import digest
 from sparcel.errors import InputError, shown
 from sparcel.meeting import Meeting
-from sparcel.outer.board import Patient, passing
 from sparcel.stores import ExclusiveStore, Folder, store_at
 from sparcel.stores import Store as Place
+
+T = TypeVar("T")
 
 _ROOT = "meet-"
 """What all names of files begin with."""
@@ -37,10 +40,83 @@ _WAITED_SHARE = 0.1
 _COUNTED = re.compile(rb"(-?\d{1,19}) [0-9a-f]{32}")
 """What a file of a counter holds: the sum, and what tells its writer."""
 
+_FIRST_PAUSE, _MOST_PAUSE = 0.05, 0.5
+"""How long to wait before a request that has failed is made again: at first, and at most."""
 
-def looks(least: float, seconds: float, wake: threading.Event) -> Iterator[None]:
+LAST_ERRORS = (
+    FileNotFoundError,
+    FileExistsError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+)
+"""Errors that do not pass."""
+
+
+class Patient:
+    """A store whose requests are made again when they fail.
+
+    Parameters
+    ----------
+    store
+        The store.
+    seconds
+        For how long; then the last error is raised.
+    """
+
+    def __init__(self, store: ExclusiveStore, seconds: float) -> None:
+        self._store, self._seconds = store, seconds
+
+    def read(self, name: str) -> memoryview:
+        """See `Store.read`."""
+        return self._ask(lambda: self._store.read(name))
+
+    def write(self, name: str, parts: Iterable[bytes | memoryview]) -> int:
+        """See `Store.write`."""
+        whole = [*parts]
+        return self._ask(lambda: self._store.write(name, whole))
+
+    def create(self, name: str, parts: Iterable[bytes | memoryview]) -> bool:
+        """See `ExclusiveStore.create`; False, too, if an answer was lost to this writer."""
+        whole = [*parts]
+        return self._ask(lambda: self._store.create(name, whole))
+
+    def remove(self, name: str) -> None:
+        """See `Store.remove`."""
+        self._ask(lambda: self._store.remove(name))
+
+    def names(self) -> list[str]:
+        """See `Store.names`."""
+        return self._ask(self._store.names)
+
+    def _ask(self, request: Callable[[], T]) -> T:
+        begin, pause = time.monotonic(), _FIRST_PAUSE
+        while True:
+            try:
+                return request()
+            except LAST_ERRORS:
+                raise
+            except OSError:
+                if time.monotonic() - begin > self._seconds:
+                    raise
+            time.sleep(pause)
+            pause = min(2 * pause, _MOST_PAUSE)
+
+    def __str__(self) -> str:
+        return str(self._store)
+
+
+def passing(store: ExclusiveStore) -> ExclusiveStore:
+    """Return a store for files there that need not outlive a crash of the machine."""
+    if isinstance(store, Folder):
+        store = copy(store)
+        store.lasting = False
+    return store
+
+
+def looks(least: float, seconds: float, wake: threading.Event | None = None) -> Iterator[None]:
     """Yield at once, and then ever less often until ``seconds`` are over."""
-    begin = time.monotonic()
+    begin, wake = time.monotonic(), wake or threading.Event()
     while True:
         yield
         waited = time.monotonic() - begin
@@ -130,7 +206,6 @@ class BucketStore(Store):
             self.pause = _FOLDER_SECONDS
         elif isinstance(found, Meeting):
             self.pause = _MEETING_SECONDS
-        self._never = threading.Event()
 
     def under(self, prefix: str) -> BucketStore:
         """Return the store whose keys are this one's with ``"{prefix}/"`` before them."""
@@ -149,7 +224,7 @@ class BucketStore(Store):
 
     def get(self, key: str) -> bytes:
         """Return a key's value, for which this waits until the store's timeout."""
-        for _ in looks(self.pause, self.timeout.total_seconds(), self._never):
+        for _ in looks(self.pause, self.timeout.total_seconds()):
             with self._telling(), suppress(FileNotFoundError):
                 return bytes(self.place.read(self._name(key)))
         raise self._late([key], self.timeout)
@@ -162,7 +237,7 @@ class BucketStore(Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there, for the store's timeout unless another one is given."""
         most = self.timeout if timeout is None else timeout
-        for _ in looks(self.pause, most.total_seconds(), self._never):
+        for _ in looks(self.pause, most.total_seconds()):
             if self.check(keys):
                 return
         raise self._late(keys, most)

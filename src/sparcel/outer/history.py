@@ -1,16 +1,80 @@
 """What a place tells of attempts: who took part, and whether they took effect.
 
-Old ones are summed up, so that the place does not grow: when two blocks of attempts have followed a
-block, its keys are replaced by one.
+Here are the actions as well that an island's part of the protocol yields. Old attempts are summed
+up, so that the place does not grow: when two blocks of them have followed a block, its keys are
+replaced by one.
 """
 
 from __future__ import annotations
 
 import json
-from typing import NamedTuple
+from collections.abc import Generator
+from typing import Any, NamedTuple, TypeVar
 
 from sparcel.errors import CommunicationError
-from sparcel.outer.actions import Create, Read, Remove, Run
+
+T = TypeVar("T")
+
+
+class Create(NamedTuple):
+    """Create a key unless it is there; the answer is the text that it has."""
+
+    key: str
+    text: str
+
+
+class Read(NamedTuple):
+    """The answer is a key's text, or None."""
+
+    key: str
+
+
+class Remove(NamedTuple):
+    """Remove keys that nobody needs."""
+
+    keys: list[str]
+
+
+class Wait(NamedTuple):
+    """Let time go by before the next look: the longer one has waited already, the longer."""
+
+    waited: float
+
+
+class Now(NamedTuple):
+    """The answer is a time in seconds."""
+
+
+class Gone(NamedTuple):
+    """The answer is the set of members of the last attempt whose connections have ended."""
+
+
+class Signs(NamedTuple):
+    """The answer is what sums up an island's last signs of life; it is empty for none."""
+
+    island: int
+
+
+class Host(NamedTuple):
+    """Begin to send what is shared to an island, beside all else, under a name of its own.
+
+    `Protocol.holds` goes with it.
+    """
+
+    guest: int
+    name: str
+
+
+class Receive(NamedTuple):
+    """Receive what is shared; the answer is what the host holds, or the error's text."""
+
+    host: int
+    name: str
+
+
+Action = Create | Read | Remove | Wait | Now | Gone | Signs | Host | Receive
+Run = Generator[Action, Any, T]
+"""What yields actions, is sent their answers, and returns a result."""
 
 BLOCK = 16
 """So many attempts in a row are summed up."""

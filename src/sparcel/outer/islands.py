@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 from uuid import uuid4
 
 import torch
@@ -16,36 +16,25 @@ from torch import Tensor
 
 from sparcel.comm import Communicator, ConnectedCommunicator, UnreachedError
 from sparcel.errors import CommunicationError, MismatchError
-from sparcel.outer import actions
-from sparcel.outer.beats import Beats, signs
-from sparcel.outer.board import Board
+from sparcel.outer.history import (
+    Action,
+    Create,
+    Gone,
+    Host,
+    Now,
+    Read,
+    Receive,
+    Remove,
+    Run,
+    Signs,
+    Wait,
+)
 from sparcel.outer.island import Shards
+from sparcel.outer.places import Beats, Place
 from sparcel.outer.protocol import LONGEST, Protocol
 from sparcel.outer.shared import Shared
 
 T = TypeVar("T")
-
-Connect = Callable[[str, list[int], int], ConnectedCommunicator]
-"""Connects the islands of these numbers, given a name of their own, and the place of this one."""
-
-
-class Place(NamedTuple):
-    """Where islands meet.
-
-    Attributes
-    ----------
-    board
-        What they read and write.
-    connect
-        What connects them.
-    pause
-        Seconds that pass at most between two looks.
-    """
-
-    board: Board
-    connect: Connect
-    pause: float
-
 
 _PAUSE_SECONDS, _WAITED_SHARE = 0.02, 0.3
 """How long to wait until the next look: at first, and as a share of what was waited before."""
@@ -258,12 +247,12 @@ class Elastic:
             self._connected = []
         return took_effect, finite
 
-    def _decide(self, protocol: Protocol, arrived: bool, held: bool) -> actions.Run[bool]:
+    def _decide(self, protocol: Protocol, arrived: bool, held: bool) -> Run[bool]:
         """Decide on an exchange; raise if none has come to its end for too long."""
         if (yield from protocol.decide(arrived, held)):
             self._failing = None
             return True
-        now = yield actions.Now()
+        now = yield Now()
         if self._failing is None:
             self._failing = now
         if (failing := now - self._failing) > LONGEST * self._patience:
@@ -298,8 +287,8 @@ class Elastic:
         """Tell whether others wait for this island, or have gone on without it."""
         return self._run(self._look)
 
-    def _look(self, protocol: Protocol) -> actions.Run[bool]:
-        if (now := (yield actions.Now())) < self._looked:
+    def _look(self, protocol: Protocol) -> Run[bool]:
+        if (now := (yield Now())) < self._looked:
             return False
         self._looked = now + self._pause
         return (yield from protocol.is_awaited())
@@ -319,7 +308,7 @@ class Elastic:
                 if self._holds.at and not self._board.found("beat."):
                     self._board.end("ended")
 
-    def _run(self, part: Callable[[Protocol], actions.Run[T]]) -> T:
+    def _run(self, part: Callable[[Protocol], Run[T]]) -> T:
         """Do what a part of the protocol wants to be done, and return its result.
 
         The other ranks of this island do what concerns their shards.
@@ -373,33 +362,33 @@ class Elastic:
                         f"the first rank of this island could not go on: {told[0]}"
                     )
 
-    def _done(self, action: actions.Action) -> object:
+    def _done(self, action: Action) -> object:
         match action:
-            case actions.Create(key, text):
+            case Create(key, text):
                 return self._board.create(key, text)
-            case actions.Read(key):
+            case Read(key):
                 return self._board.read(key)
-            case actions.Remove(keys):
+            case Remove(keys):
                 self._board.remove(keys)
-            case actions.Now():
+            case Now():
                 return time.monotonic()
-            case actions.Wait(waited):
+            case Wait(waited):
                 self._shards.tell(["waiting"])  # so that they do not wait for long themselves
                 time.sleep(pause_after(waited, self._pause))
-            case actions.Gone():
+            case Gone():
                 return (
                     {self._connected[rank] for rank in self.comm.lost()}
                     if self._connected
                     else set()
                 )
-            case actions.Signs(island):
-                return signs(self._board, island)
-            case actions.Host(guest, name):
+            case Signs(island):
+                return self._board.signs(island)
+            case Host(guest, name):
                 at, steps, state = self._protocol.holds
                 me, holds = self._protocol.island, [at, steps, int(state or "0", 16)]
                 self._shards.tell(["host", guest, me, name, holds])
                 self._host(guest, me, name, holds)
-            case actions.Receive(host, name):
+            case Receive(host, name):
                 me = self._protocol.island
                 self._shards.tell(["receive", host, me, name])
                 return self._receive(host, me, name)

@@ -26,10 +26,25 @@ from typing import NamedTuple
 
 from sparcel.comm import digest
 from sparcel.errors import CommunicationError, MismatchError
-from sparcel.outer.actions import Create, Gone, Host, Now, Read, Receive, Remove, Run, Signs, Wait
-from sparcel.outer.came import Came, ahead, check_state, fitting, name_of, replaced
-from sparcel.outer.history import ABORT, COMMIT, History, Quorum, first_missing, forgotten
-from sparcel.outer.silence import Watches, silent_seconds
+from sparcel.outer.came import Came, Watches, ahead, check_state, fitting, name_of, replaced
+from sparcel.outer.history import (
+    ABORT,
+    COMMIT,
+    Create,
+    Gone,
+    History,
+    Host,
+    Now,
+    Quorum,
+    Read,
+    Receive,
+    Remove,
+    Run,
+    Signs,
+    Wait,
+    first_missing,
+    forgotten,
+)
 
 _GRACE_SECONDS = 3.0
 """How long islands are waited for that may have failed with the last attempt."""
@@ -188,7 +203,7 @@ class Protocol:
     def _is_alive(self, island: int) -> Run[bool]:
         """Wait for a sign of life of an island."""
         since, first = (yield Now()), (yield Signs(island))
-        while first and (waited := (yield Now()) - since) < silent_seconds(self._patience):
+        while first and (waited := (yield Now()) - since) < self._watches.silent:
             if (yield Signs(island)) != first:
                 return True
             yield Wait(waited)
@@ -444,21 +459,24 @@ class Protocol:
                 yield from self._history.look()
                 if self._mine[0] + earlier < self._history.next:
                     continue
-            elif others or not self._history.latest:
-                hosts = {*others} or ahead(
-                    (yield from self._last(self._history.next)), self.place, self.island
-                )
-                if hosts <= (yield from self._silent(hosts, now)):
-                    return None
-                # Those it waits for may wait for an attempt to begin, and that for this island.
-                number = self._history.next
-                if not others and (yield from self._history.quorum(number)) is not None:
-                    return None
+            elif (yield from self._waits_in_vain(others, now)):
+                return None
             yield Wait(waited)
         raise CommunicationError(
             f"no island has sent what the run shares in {waited:.0f} s, so there is nobody to join"
             f"{self._why()}; if all have ended, load checkpoints at another place"
         )
+
+    def _waits_in_vain(self, others: Sequence[int], now: float) -> Run[bool]:
+        """Return whether nobody will send what is shared: see `take_over`."""
+        if self._history.latest and not others:
+            return False
+        number = self._history.next
+        hosts = {*others} or ahead((yield from self._last(number)), self.place, self.island)
+        if hosts <= (yield from self._silent(hosts, now)):
+            return True
+        # Those it waits for may wait for an attempt to begin, and that for this island.
+        return not others and (yield from self._history.quorum(number)) is not None
 
     def welcome(self) -> Run[None]:
         """After an outer step: host islands that are behind, and remove what nobody needs."""
