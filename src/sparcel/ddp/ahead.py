@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,12 @@ from sparcel.training import Ahead, Follower
 _CALL = "_compiled_call_impl"
 """torch's attribute for the compiled call of a module, which runs instead of the module's own if it
 is set. Copies and pickles of the module leave it out, and torch.compile does when it traces."""
+
+_SAME_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integers of so many bytes."""
+
+_Place = tuple[dict[str, Any], str, str]
+"""Where a module has a tensor: a dict, the key there, and the parameter's name."""
 
 
 class AheadCalls(Follower):
@@ -43,7 +49,7 @@ class AheadCalls(Follower):
         same C call as the moved values."""
         self._swap: Swap | None = None
         """That of the call under way, or of the last one."""
-        self._guard = Guard(ahead)
+        self._guard = _Guard(ahead)
         self._calls: list[_Call] = []
         super().__init__(ahead, self._before_step)
         self._calls += self._calls_of(model)
@@ -135,7 +141,7 @@ class AheadCalls(Follower):
         parameters = {slot.name: slot.parameter for slot in slots}  # one may be in several places
         standing = {name: stand_in(one, self._values[name]) for name, one in parameters.items()}
         self._swap = swap_of(slots, standing, self._flag)
-        self._guard.begin(model, _in_place(slots, standing))
+        self._guard.begin(model, slots, standing)
         return self._swap
 
     def check(self, swap: Swap) -> None:
@@ -213,14 +219,6 @@ class _Call:
         return result
 
 
-def _in_place(slots: Iterable[Slot], standing: dict[str, Tensor]) -> Iterator[tuple[Place, Tensor]]:
-    """Yield what a call must leave as it is: the parameters, and what stands in for them."""
-    for slot in slots:
-        yield Place(slot.table, slot.key, slot.name), slot.parameter
-    for name, tensor in standing.items():
-        yield Place(standing, name, name), tensor
-
-
 def _remove(calls: Iterable[_Call]) -> None:
     for call in calls:
         call.remove()
@@ -244,19 +242,7 @@ def _keep_out_of_graphs() -> None:
     skip(_Call.__call__)
 
 
-_SAME_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integers of so many bytes."""
-
-
-class Place(NamedTuple):
-    """Where a module has a tensor: a dict, the key there, and the parameter's name."""
-
-    table: dict[str, Any]
-    key: str
-    name: str
-
-
-class Guard:
+class _Guard:
     """Looks at parameters before and after a call: at those that move, and frozen ones like them.
 
     Writes by ``.data`` show in the values alone, which are looked at in passes 1, 2, 4, 8 and so
@@ -265,8 +251,8 @@ class Guard:
 
     def __init__(self, ahead: Ahead) -> None:
         self._ahead = ahead
-        self._frozen: list[Place] = []
-        self._watched: list[tuple[Place, Tensor, tuple[int, ...]]] = []
+        self._frozen: list[_Place] = []
+        self._watched: list[tuple[_Place, Tensor, tuple[int, ...]]] = []
         """Places, each with its tensor and the state of that before the call."""
         self._passes = 0
 
@@ -274,25 +260,29 @@ class Guard:
     def _thoroughly(self) -> bool:
         return self._passes.bit_count() == 1
 
-    def begin(self, model: nn.Module, tensors: Iterable[tuple[Place, Tensor]]) -> None:
-        """Remember these tensors of the call that begins, and the frozen parameters."""
+    def begin(self, model: nn.Module, slots: Iterable[Slot], standing: dict[str, Tensor]) -> None:
+        """Remember what the call that begins must not write: also what stands in for parameters."""
         self._passes += 1
         if self._thoroughly:  # some models make their momentum encoder in the first pass
             self._frozen = list(_frozen(model, self._ahead))
-        frozen = ((place, place.table.get(place.key)) for place in self._frozen)
+        places = [
+            *((slot.table, slot.key, slot.name) for slot in slots),
+            *((standing, name, name) for name in standing),
+            *self._frozen,
+        ]
+        here = ((place, place[0].get(place[1])) for place in places)
         self._watched = [
             (place, tensor, _state(tensor, self._thoroughly))
-            for place, tensor in (*tensors, *frozen)
+            for place, tensor in here
             if tensor is not None
         ]
 
     def check(self) -> None:
         """Raise `InputError` if the call has written them, or put others in their places."""
-        for place, tensor, before in self._watched:
-            here = place.table.get(place.key)
-            if here is not tensor or _state(tensor, self._thoroughly) != before:
+        for (table, key, name), tensor, before in self._watched:
+            if table.get(key) is not tensor or _state(tensor, self._thoroughly) != before:
                 raise InputError(
-                    f"{place.name!r} is written while the model is called, and step-ahead gives the"
+                    f"{name!r} is written while the model is called, and step-ahead gives the"
                     " model other values than its parameters there; pass ahead=False to attach, or"
                     " write the parameter after the call"
                 )
@@ -304,7 +294,7 @@ class Guard:
         self._frozen.clear()
 
 
-def _frozen(model: nn.Module, ahead: Ahead) -> Iterator[Place]:
+def _frozen(model: nn.Module, ahead: Ahead) -> Iterator[_Place]:
     """Yield parameters that may be averages of those that move, as a momentum encoder has them."""
     shapes = {parameter.shape for parameter in ahead.parameters.values()}
     own = {id(parameter) for parameter in ahead.parameters.values()}
@@ -314,7 +304,7 @@ def _frozen(model: nn.Module, ahead: Ahead) -> Iterator[Place]:
             if parameter is None or parameter.requires_grad or id(parameter) in own:
                 continue
             if parameter.shape in shapes and _is_plain(parameter):
-                yield Place(table, key, f"{path}.{key}" if path else key)
+                yield table, key, f"{path}.{key}" if path else key
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -17,7 +17,7 @@ from sparcel.ddp.hook import Hook
 from sparcel.errors import InputError
 from sparcel.training import Averager, Shard
 from sparcel.training.ahead import Arrange
-from sparcel.training.driver import Unaveraged, watch_steps
+from sparcel.training.driver import Unaveraged
 from sparcel.training.names import model_name
 
 _WAS_LATE = "was frozen when the model was wrapped, or was no part of it"
@@ -64,7 +64,7 @@ class DDPDriver:
         averaged = {id(parameter) for parameter in self.parameters.values()}
         ignored = {model_name(name) for name in self._model.parameters_to_ignore}
         late = Unaveraged(self._model.module, lambda: averaged, ignored, _WAS_LATE, _WAY_OUT)
-        averager.on_close(watch_steps(late))
+        averager.on_close(late.end)
 
 
 def _check_ranks(model: DistributedDataParallel, group: Group) -> None:

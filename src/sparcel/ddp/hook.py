@@ -58,7 +58,7 @@ class Hook:
             self._averager.queue_rows(name, gradient)
             self._promised.append((future, name))
         else:
-            self._averager.queue(gradient, dict(zip(names, _places(bucket), strict=True)))
+            self._averager.queue(gradient, _places(names, bucket))
             self._promised.append((future, gradient))
         # Not by the bucket's index: all are 0 in the first step of a static graph.
         self._queued += len(names)
@@ -94,12 +94,14 @@ class Hook:
                 _RebuildGuard(model, self._averager.handle)
 
 
-def _places(bucket: GradBucket) -> list[Range]:
+def _places(names: list[str], bucket: GradBucket) -> dict[str, Range]:
     """Return where the parameters of a bucket lie in its buffer."""
     first = int(bucket.buffer().storage_offset())
-    starts = [int(gradient.storage_offset()) - first for gradient in bucket.gradients()]
-    parameters = bucket.parameters()
-    return [(start, start + p.numel()) for start, p in zip(starts, parameters, strict=True)]
+    places = {}
+    for name, gradient in zip(names, bucket.gradients(), strict=True):
+        start = int(gradient.storage_offset()) - first
+        places[name] = start, start + gradient.numel()
+    return places
 
 
 def _check_join(model: DistributedDataParallel) -> None:

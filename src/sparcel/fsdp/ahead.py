@@ -31,7 +31,8 @@ class AheadShards(Follower):
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[ParameterGroup], ahead: Ahead) -> None:
-        _check(groups)
+        for group in groups:
+            group.check_ahead()
         self._model = model
         self._called: nn.Module | None = None
         """The module whose call is a forward pass that is under way, or was interrupted."""
@@ -198,24 +199,3 @@ def _after(
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _check(groups: Sequence[ParameterGroup]) -> None:
-    for group in groups:
-        if group.keeps_part_between:
-            raise InputError(
-                "step-ahead needs parameters that are either whole or sharded, and"
-                " reshard_after_forward gives a number of ranks that keep them; give True or False,"
-                " or pass ahead=False to attach"
-            )
-        if group.is_copied_to_gpu:
-            raise InputError(
-                "step-ahead does not reach parameters that CPUOffloadPolicy keeps on the host; pass"
-                " ahead=False to attach"
-            )
-        for held in group.held:
-            if hasattr(held.shard, "fsdp_pre_all_gather"):
-                raise InputError(
-                    f"{held.name!r} has an all-gather of its own (fsdp_pre_all_gather), as float8"
-                    " has, which step-ahead would replace; pass ahead=False to attach"
-                )

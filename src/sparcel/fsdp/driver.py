@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable.contract import _get_registry
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
@@ -16,21 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparcel._checks import check_type
 from sparcel.comm import Group, size_of
-from sparcel.errors import InputError, warn_on_rank_0
+from sparcel.errors import InputError
 from sparcel.fsdp.ahead import AheadShards
-from sparcel.fsdp.groups import ParameterGroup, Parameters, groups_of, recover
+from sparcel.fsdp.groups import MESH, SHARD, ParameterGroup, Parameters, groups_of, recover
 from sparcel.fsdp.hook import GroupHook, Hook
 from sparcel.training import Averager, Shard
-from sparcel.training.driver import Unaveraged, watch_steps
+from sparcel.training.driver import Unaveraged
 from sparcel.training.names import model_name
 
 Replicas: TypeAlias = DeviceMesh | dist.ProcessGroup | None
 """The ranks that hold the same shard of a model: ``mesh["replicate"]``, or a process group."""
 
-_MESH = 'mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))'
-
-_SHARD = f'{_MESH}; fully_shard(module, mesh=mesh["shard"]) for each block and for the model'
-_ATTACH = 'sparcel.attach(model, replicate=mesh["replicate"])'
 
 _WAS_LATE = "was no part of the model when it was attached"
 _WAY_OUT = "apply fully_shard to it, close() the handle, attach again"
@@ -52,7 +47,8 @@ class FSDPDriver:
     def __init__(self, model: object, replicate: Replicas, group: Group) -> None:
         self._model = root = _checked_root(model)
         recover(root)
-        self._groups = _check_groups(groups_of(root))
+        self._groups = groups_of(root)
+        _check_hooks(self._groups)
         replicas = _checked_replicas(replicate)
         parameters = Parameters(held for group in self._groups for held in group.held)
         mesh = checked_mesh(parameters)
@@ -82,7 +78,7 @@ class FSDPDriver:
             if id(parameter) not in known
         }
         late = Unaveraged(self._model, self._known, ignored, _WAS_LATE, _WAY_OUT)
-        averager.on_close(watch_steps(late))
+        averager.on_close(late.end)
 
     def _known(self) -> set[int]:
         """Return the ids of the parameters of all groups, as they are now."""
@@ -108,7 +104,7 @@ def _checked_root(model: object) -> nn.Module:
     if not inside:
         raise InputError(
             f"replicate= is for models of fully_shard, and the model is a {type(model).__name__};"
-            f" {_SHARD}; or leave replicate out for DistributedDataParallel"
+            f" {SHARD}; or leave replicate out for DistributedDataParallel"
         )
     if hasattr(model, "_orig_mod"):
         raise InputError(
@@ -121,46 +117,16 @@ def _checked_root(model: object) -> nn.Module:
     )
 
 
-def _check_groups(modules: Sequence[Sequence[ParameterGroup]]) -> list[ParameterGroup]:
-    """Return the groups of all modules that FSDP was applied to, each with one group.
-
-    Raises
-    ------
-    InputError
-        When a hook cannot average their gradients over replicas.
-    """
-    for of_one in modules:
-        if len(of_one) > 1:
-            raise InputError(
-                "shard_placement_fn shards the parameters of one module over several meshes, for"
-                " which FSDP has no hook; apply fully_shard to the parts of the module, each with"
-                " its mesh"
-            )
-    groups = [group for of_one in modules for group in of_one]
-    if not any(group.held for group in groups):
-        raise InputError("the model has no parameters to train that FSDP shards")
-    for group in groups:
-        if group.ranks_that_replicate > 1:
-            _refuse_replicas(group)
-        if isinstance(group.hook, GroupHook) and not group.hook.hook.closed:
+def _check_hooks(groups: Iterable[ParameterGroup]) -> None:
+    """Raise `InputError` if a group has a hook, of which FSDP takes only one."""
+    for hook in (group.hook for group in groups):
+        if isinstance(hook, GroupHook) and not hook.hook.closed:
             raise InputError("the model is attached already; close() that handle first")
-        if group.hook is not None and not isinstance(group.hook, GroupHook):
+        if hook is not None and not isinstance(hook, GroupHook):
             raise InputError(
-                f"the model has an all-reduce hook already ({group.hook!r}), and FSDP takes only"
-                " one for each module; attach a model without it"
+                f"the model has an all-reduce hook already ({hook!r}), and FSDP takes only one for"
+                " each module; attach a model without it"
             )
-    for held in (held for group in groups for held in group.held):
-        if held.shard.is_meta:
-            raise InputError(
-                f"{held.name!r} is on the meta device; attach after model.to_empty(device=...), and"
-                " after its parameters were initialised or loaded"
-            )
-    if any(group.has_divisor for group in groups):
-        warn_on_rank_0(
-            "set_gradient_divide_factor(f) divides the sums over shards, and sparcel averages over"
-            " the replicas; for the gradients that HSDP has, give f / replicas"
-        )
-    return groups
 
 
 def _is_copied(parameter: DTensor, mesh: DeviceMesh) -> bool:
@@ -193,23 +159,6 @@ def checked_mesh(parameters: Mapping[str, DTensor]) -> DeviceMesh:
     return largest
 
 
-def _refuse_replicas(group: ParameterGroup) -> None:
-    """Refuse a group that FSDP averages densely over replicas by itself."""
-    assert isinstance(group.module, nn.Module)
-    if "replicate" in (_get_registry(group.module) or {}):
-        raise InputError(
-            f"replicate averages gradients densely over the {group.ranks_that_replicate} ranks of"
-            " its mesh; give it a mesh of one rank, and the ranks to sparcel: mesh ="
-            ' init_device_mesh(device, (ranks, 1), mesh_dim_names=("replicate", "alone"));'
-            f' replicate(module, mesh=mesh["alone"]); {_ATTACH}'
-        )
-    raise InputError(
-        "fully_shard over a mesh of two dimensions averages gradients densely over its"
-        f" {group.ranks_that_replicate} replicas; shard over the other dimension alone, and let"
-        f" sparcel average: {_SHARD}; {_ATTACH}"
-    )
-
-
 def _checked_replicas(replicate: object) -> dist.ProcessGroup:
     """Return the process group that ``replicate=`` means."""
     if isinstance(replicate, dist.ProcessGroup):
@@ -219,11 +168,11 @@ def _checked_replicas(replicate: object) -> dist.ProcessGroup:
     if replicate is None:
         raise InputError(
             "the model is sharded, so tell which ranks hold the same shards, for sparcel to average"
-            f' over them: sparcel.attach(model, replicate=mesh["replicate"]), where {_MESH}'
+            f' over them: sparcel.attach(model, replicate=mesh["replicate"]), where {MESH}'
         )
     raise InputError(
         f'replicate must be a mesh of one dimension, such as mesh["replicate"], or a process group,'
-        f" got {replicate!r}; {_MESH}"
+        f" got {replicate!r}; {MESH}"
     )
 
 
@@ -252,7 +201,7 @@ def _checked_columns(replicas: dist.ProcessGroup, mesh: DeviceMesh) -> list[tupl
         raise InputError(
             f"the ranks of replicate, {dist.get_process_group_ranks(replicas)}, and those that"
             f" shard the model, {mesh.mesh.flatten().tolist()}, must form a grid; take both from"
-            f" one mesh: {_MESH}"
+            f" one mesh: {MESH}"
         )
     return columns
 

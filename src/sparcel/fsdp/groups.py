@@ -12,11 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable.contract import _get_registry
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from sparcel.errors import InputError
+from sparcel.errors import InputError, warn_on_rank_0
 from sparcel.training.names import model_name
+
+MESH = 'mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))'
+SHARD = f'{MESH}; fully_shard(module, mesh=mesh["shard"]) for each block and for the model'
+_ATTACH = 'sparcel.attach(model, replicate=mesh["replicate"])'
 
 
 class Held(NamedTuple):
@@ -160,11 +165,6 @@ class ParameterGroup:
         return bool(any(held.inner.offload_to_cpu for held in self.held))
 
     @property
-    def is_copied_to_gpu(self) -> bool:
-        """Whether shards are on the host, and parameters on a GPU."""
-        return any(held.shard.device.type != held.inner.device.type for held in self.held)
-
-    @property
     def is_gathered(self) -> bool:
         """Whether the whole parameters are there, or on their way."""
         return bool(self._inner.is_unsharded or self._inner._all_gather_result is not None)
@@ -174,20 +174,53 @@ class ParameterGroup:
         self._inner._to_sharded()
 
     @property
-    def ranks_that_replicate(self) -> int:
-        """Over how many ranks FSDP itself averages densely."""
-        info = self._inner.mesh_info
-        return getattr(info, "replicate_mesh_size", 1)
-
-    @property
     def has_divisor(self) -> bool:
         """Whether sums over shards are divided by a number of the user's."""
         return self._inner.gradient_divide_factor is not None
 
-    @property
-    def keeps_part_between(self) -> bool:
-        """Whether parameters are kept between the passes by fewer ranks than hold the shards."""
-        return bool(self._inner._use_post_forward_mesh)
+    def check(self) -> None:
+        """Raise `InputError` unless shards are there, and FSDP leaves replicas alone."""
+        replicas = getattr(self._inner.mesh_info, "replicate_mesh_size", 1)
+        if replicas > 1 and "replicate" in (_get_registry(self.modules[0]) or {}):
+            raise InputError(
+                f"replicate averages gradients densely over the {replicas} ranks of its mesh; give"
+                " it a mesh of one rank, and the ranks to sparcel: mesh ="
+                ' init_device_mesh(device, (ranks, 1), mesh_dim_names=("replicate", "alone"));'
+                f' replicate(module, mesh=mesh["alone"]); {_ATTACH}'
+            )
+        if replicas > 1:
+            raise InputError(
+                "fully_shard over a mesh of two dimensions averages gradients densely over its"
+                f" {replicas} replicas; shard over the other dimension alone, and let sparcel"
+                f" average: {SHARD}; {_ATTACH}"
+            )
+        for held in self.held:
+            if held.shard.is_meta:
+                raise InputError(
+                    f"{held.name!r} is on the meta device; attach after"
+                    " model.to_empty(device=...), and after its parameters were initialised or"
+                    " loaded"
+                )
+
+    def check_ahead(self) -> None:
+        """Raise `InputError` unless FSDP asks for the shards before it gathers them."""
+        if self._inner._use_post_forward_mesh:
+            raise InputError(
+                "step-ahead needs parameters that are either whole or sharded, and"
+                " reshard_after_forward gives a number of ranks that keep them; give True or False,"
+                " or pass ahead=False to attach"
+            )
+        for held in self.held:
+            if held.shard.device.type != held.inner.device.type:
+                raise InputError(
+                    "step-ahead does not reach parameters that CPUOffloadPolicy keeps on the host;"
+                    " pass ahead=False to attach"
+                )
+            if hasattr(held.shard, "fsdp_pre_all_gather"):
+                raise InputError(
+                    f"{held.name!r} has an all-gather of its own (fsdp_pre_all_gather), as float8"
+                    " has, which step-ahead would replace; pass ahead=False to attach"
+                )
 
 
 class Parameters(Mapping[str, DTensor]):
@@ -206,18 +239,40 @@ class Parameters(Mapping[str, DTensor]):
         return len(self._held)
 
 
-def groups_of(model: nn.Module) -> list[list[ParameterGroup]]:
-    """Return the groups of each set of modules that FSDP was applied to, parameters sharded."""
+def groups_of(model: nn.Module) -> list[ParameterGroup]:
+    """Return the group of each set of modules that FSDP was applied to, parameters sharded.
+
+    Raises
+    ------
+    InputError
+        When a hook cannot average their gradients over replicas.
+    """
     modules: dict[int, FSDPModule] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
             modules.setdefault(id(module._get_fsdp_state()), module)
     names = {id(one): model_name(name) for name, one in model.named_parameters()}
-    return [
-        [ParameterGroup(module, inner, names) for inner in _inner_groups(module)]
-        for module in modules.values()
-    ]
+    groups: list[ParameterGroup] = []
+    for one in modules.values():
+        several = [ParameterGroup(one, inner, names) for inner in _inner_groups(one)]
+        if len(several) > 1:
+            raise InputError(
+                "shard_placement_fn shards the parameters of one module over several meshes, for"
+                " which FSDP has no hook; apply fully_shard to the parts of the module, each with"
+                " its mesh"
+            )
+        groups += several
+    if not any(group.held for group in groups):
+        raise InputError("the model has no parameters to train that FSDP shards")
+    for group in groups:
+        group.check()
+    if any(group.has_divisor for group in groups):
+        warn_on_rank_0(
+            "set_gradient_divide_factor(f) divides the sums over shards, and sparcel averages over"
+            " the replicas; for the gradients that HSDP has, give f / replicas"
+        )
+    return groups
 
 
 def initialize(model: Any) -> None:

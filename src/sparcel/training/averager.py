@@ -245,12 +245,12 @@ class Averager:
         """
         check_vector(vector, places, self._session.device)
         arranged = self._session.treatment.arranged(places, vector.numel())
-        return self._open(places).queue(Queued(vector.detach(), arranged))
+        return self._open().queue(Queued(vector.detach(), arranged))
 
     def queue_rows(self, name: str, gradient: Tensor) -> None:
         """Queue the exchange of a sparse gradient (COO, one sparse dimension), as `queue` does."""
         check_gradient(name, gradient, self._session.treatment)
-        self._open([name]).queue_rows(name, gradient)
+        self._open().queue_rows(name, gradient)
 
     def finish(self, decide: Callable[[bool], bool] | None = None) -> dict[str, Tensor]:
         """Exchange what is left of the step, wait for all updates, and commit; all ranks call.
@@ -361,17 +361,16 @@ class Averager:
         """Let `Handle.close` undo what a driver has done to the user's objects."""
         self._session.undo.callback(undo)
 
-    def _open(self, names: Iterable[str]) -> Transaction:
-        """Return the step that is being queued, with these tensors added to it."""
+    def _open(self) -> Transaction:
+        """Return the step that is being queued."""
         session = self._session
         if session.closed:
             raise CommunicationError("the averager was closed; make a new one to exchange more")
         if session.device.type in GPUS:
             refuse_capture(session.device)
-        step = session.step or Transaction(session)
-        step.include(names)
-        session.step = step
-        return step
+        if session.step is None:
+            session.step = Transaction(session)
+        return session.step
 
 
 def _check_arguments(

@@ -19,6 +19,21 @@ from sparcel.training.layout import Layout, Position, fits
 from sparcel.training.ranks import Ranks, Shard
 from sparcel.training.residuals import FLUSH_STEPS, Residuals
 
+_COMMON = ("steps", "world_size", "filter", "flush")
+_LAYOUT = "layout."
+"""These entries are the same on all ranks, of which checkpoints may keep any one's."""
+
+_ENTRY = re.compile(r"(rank|velocity)(0|[1-9][0-9]{0,8})\.(.+)", re.DOTALL)
+"""Each rank has its own keys, because checkpoints keep only one rank's tensor under each key."""
+
+_PREFIXES = {"memory": "rank", "velocity": "velocity"}
+_KINDS = {prefix: kind for kind, prefix in _PREFIXES.items()}
+
+_MOST = 2**53
+"""More steps, or ranks, than there will be."""
+
+_WAY_OUT = "give what state_dict() or full_state_dict() returned"
+
 _SUMS_OF_VELOCITIES = (
     "the state has velocities: its memory is a sum of velocities, and a scheme without memory can"
     " flush gradients alone; load it for a scheme with the same momentum"
@@ -48,7 +63,7 @@ def collect(
                 owed = _zeros(tensor, dtype) if part is None else part.clone()
                 if shard is not None:
                     owed = shard.distributed(name, owed)
-                state[key_of(kind, old_rank, name)] = owed
+                state[_key_of(kind, old_rank, name)] = owed
     return state
 
 
@@ -74,7 +89,7 @@ def gather(
                 parts = [own, *(arrived[rank].view(own.dtype) for rank in others)]
                 for rank, owed in enumerate(parts):
                     found = owed if owed.numel() else _zeros(tensor, dtype)
-                    state[key_of(kind, rank, name)] = found.cpu()
+                    state[_key_of(kind, rank, name)] = found.cpu()
     return state
 
 
@@ -92,7 +107,7 @@ def load(
     nothing changes if it is refused.
     """
     rank, size = ranks.comm.rank, ranks.comm.size
-    saved = checked(state, tensors, size, ranks.shard)
+    saved = _checked(state, tensors, size, ranks.shard)
     inherited, faults = range(rank, saved.ranks, size), saved.faults
     entries = [entry for entry in saved.entries if entry.rank in inherited]
     found = {(entry.rank, entry.name) for entry in entries if entry.kind == "memory"}
@@ -109,7 +124,7 @@ def load(
         # Not of what this rank takes over alone: others may owe something, and all must know.
         flush = FLUSH_STEPS if residuals.kinds or saved.entries else 0
     if flush:  # otherwise nothing was owed
-        faults += _missing(inherited, found, tensors, rank, size)
+        faults += _missing(inherited, found, tensors, ranks.comm)
     if faults and strict:
         raise InputError(faults[0])
     if faults:
@@ -122,7 +137,7 @@ def load(
 
 
 def _sums(
-    entries: Sequence[Entry],
+    entries: Sequence[_Entry],
     residuals: Residuals,
     tensors: Mapping[str, Tensor],
     factors: Mapping[str, float],
@@ -133,7 +148,7 @@ def _sums(
     All are finite, also when so many ranks add them up with velocities and gradients like them.
     """
     sums: dict[str, dict[str, Tensor]] = {}
-    for kind, _, name, part in entries:
+    for kind, _, name, part, _ in entries:
         like, parts = tensors[name], sums.setdefault(name, {})
         part = part.to(like.device, residuals.dtype_of(like), copy=kind not in parts)
         parts[kind] = parts[kind].add_(part) if kind in parts else part
@@ -173,7 +188,7 @@ def _common(
         state["filter"] = torch.tensor(1.0, dtype=torch.float64)
     layout = residuals.layout() if residuals.kinds else {}
     for name in tensors if owes else ():
-        state[LAYOUT + name] = torch.tensor(layout.get(name, Position(-1, 0, 0)))
+        state[_LAYOUT + name] = torch.tensor(layout.get(name, Position(-1, 0, 0)))
     return state
 
 
@@ -183,11 +198,7 @@ def _zeros(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _missing(
-    inherited: range,
-    found: set[tuple[int, str]],
-    tensors: Mapping[str, Tensor],
-    rank: int,
-    size: int,
+    inherited: range, found: set[tuple[int, str]], tensors: Mapping[str, Tensor], comm: Communicator
 ) -> list[str]:
     """Say what this rank takes over and the state does not hold."""
     present = {old for old, _ in found}
@@ -196,7 +207,7 @@ def _missing(
         more = ", …" if len(inherited) - len(present) > len(nothing) else ""
         return [
             f"the state holds nothing of the old ranks [{', '.join(map(str, nothing))}{more}],"
-            f" which rank {rank} of now {size}"
+            f" which rank {comm.rank} of now {comm.size}"
             " takes over; let torch.distributed.checkpoint load into state_dict(saved_by=…), or"
             " save full_state_dict(), or give rank r what ranks r, r+P, … saved"
         ]
@@ -207,38 +218,18 @@ def _missing(
     return [f"the state holds no memory of {names}; {way_out}"]
 
 
-COMMON = ("steps", "world_size", "filter", "flush")
-LAYOUT = "layout."
-"""These entries are the same on all ranks, of which checkpoints may keep any one's."""
-
-_ENTRY = re.compile(r"(rank|velocity)(0|[1-9][0-9]{0,8})\.(.+)", re.DOTALL)
-"""Each rank has its own keys, because checkpoints keep only one rank's tensor under each key."""
-
-_PREFIXES = {"memory": "rank", "velocity": "velocity"}
-_KINDS = {prefix: kind for kind, prefix in _PREFIXES.items()}
-
-_MOST = 2**53
-"""More steps, or ranks, than there will be."""
-
-_WAY_OUT = "give what state_dict() or full_state_dict() returned"
-
-
-class Entry(NamedTuple):
+class _Entry(NamedTuple):
     """What one of the old ranks remembered of a tensor."""
 
     kind: str
     rank: int
     name: str
     part: Tensor
-
-    @property
-    def key(self) -> str:
-        """What the entry is called."""
-        return key_of(self.kind, self.rank, self.name)
+    key: str
 
 
 @dataclass(frozen=True)
-class Saved:
+class _Saved:
     """What a state says. All is checked but the values of the memory, which nobody has read yet.
 
     Attributes
@@ -258,13 +249,13 @@ class Saved:
     filter: float
     flush: int | None
     layout: Layout
-    entries: list[Entry]
+    entries: list[_Entry]
     faults: list[str]
 
 
-def checked(
+def _checked(
     state: Mapping[str, Tensor], tensors: Mapping[str, Tensor], ranks: int, shard: Shard | None
-) -> Saved:
+) -> _Saved:
     """Check a state that is loaded for some tensors on so many ranks, and return what it says.
 
     Raises
@@ -280,14 +271,15 @@ def checked(
     ]
     steps = _checked_count(state, "steps", 0, _MOST) or 0
     saved_by = _checked_count(state, "world_size", 1, _MOST) or ranks
-    beta, flush = _checked_filter(state), _checked_count(state, "flush", 0, FLUSH_STEPS)
+    beta = checked_filter(state.get("filter", 1.0), "the state's 'filter'", _WAY_OUT)
+    flush = _checked_count(state, "flush", 0, FLUSH_STEPS)
     layout = _checked_layout(state, tensors)
     entries = []
     for key, part in state.items():
-        if key in COMMON or (isinstance(key, str) and key.startswith(LAYOUT)):
+        if key in _COMMON or (isinstance(key, str) and key.startswith(_LAYOUT)):
             continue
         found = _checked_entry(key, part, tensors, saved_by, shard)
-        if isinstance(found, Entry):
+        if isinstance(found, _Entry):
             entries.append(found)
         else:
             faults.append(found)
@@ -296,10 +288,10 @@ def checked(
             f"the state's 'flush' must be at least 1, got 0, which says that no rank owes anything,"
             f" but there is {entries[0].key!r}; {_WAY_OUT}"
         )
-    return Saved(steps, saved_by, beta, flush, layout, entries, faults)
+    return _Saved(steps, saved_by, beta, flush, layout, entries, faults)
 
 
-def key_of(kind: str, rank: int, name: str) -> str:
+def _key_of(kind: str, rank: int, name: str) -> str:
     """Return what an entry is called."""
     return f"{_PREFIXES[kind]}{rank}.{name}"
 
@@ -311,17 +303,12 @@ def _checked_count(state: Mapping[str, Any], key: str, at_least: int, at_most: i
     return checked_whole(state[key], f"the state's {key!r}", at_least, at_most, _WAY_OUT)
 
 
-def _checked_filter(state: Mapping[str, Any]) -> float:
-    """Return `Saved.filter`."""
-    return checked_filter(state.get("filter", 1.0), "the state's 'filter'", _WAY_OUT)
-
-
 def _checked_layout(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Layout:
     """Return the layout that a state holds; empty if the tensors of now do not fit in it.
 
     This depends only on entries that are the same on all ranks, because ranks must not differ.
     """
-    keys = {name: LAYOUT + name for name in tensors if LAYOUT + name in state}
+    keys = {name: _LAYOUT + name for name in tensors if _LAYOUT + name in state}
     places = {name: _checked_place(key, state[key]) for name, key in keys.items()}
     # Vectors hold no tensors without elements, whatever an old state says.
     layout = {
@@ -343,12 +330,12 @@ def _checked_place(key: str, entry: object) -> Position:
 
 
 def _checked_entry(
-    key: object,
+    key: str,
     part: object,
     tensors: Mapping[str, Tensor],
     saved_by: int,
     shard: Shard | None,
-) -> Entry | str:
+) -> _Entry | str:
     """Return an entry of the memory, or say why it does not fit."""
     found = _ENTRY.fullmatch(key) if isinstance(key, str) else None
     if found is None:
@@ -374,4 +361,4 @@ def _checked_entry(
         )
     check_part(part, f"the state's {key!r}", size, _WAY_OUT)
     assert isinstance(part, Tensor)
-    return Entry(kind, rank, name, part.detach())
+    return _Entry(kind, rank, name, part.detach(), key)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -50,6 +51,50 @@ class Driver(Protocol):
 
     def start(self, averager: Averager) -> None:
         """Let the averager exchange gradients from now on."""
+
+
+def checked_optimizers(given: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+    """Return optimisers, of which one, several or none are given; raise `InputError` for others."""
+    several = [] if given is None else given
+    optimizers = list(several) if isinstance(several, Sequence) else [several]
+    for one in optimizers:
+        check_type(one, Optimizer, "optimizer")
+    return [_with_hooks(one) for one in optimizers]
+
+
+def _with_hooks(optimizer: Optimizer) -> Optimizer:
+    """Return an optimiser, or the one inside of it that does its steps.
+
+    Some that wrap another, as Accelerate's, are Optimizers without what the class would set up.
+    """
+    while "_optimizer_step_post_hooks" not in vars(optimizer):
+        inside = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
+        if len(inside) != 1:
+            raise InputError(
+                f"{type(optimizer).__name__} takes no hooks, which torch.optim.Optimizer.__init__"
+                " sets up; give the optimiser that it wraps"
+            )
+        optimizer = inside[0]
+    return optimizer
+
+
+def check_updates(optimizer: Optimizer, tensors: Iterable[Tensor]) -> None:
+    """Raise an `InputError` if an optimiser updates none of a model's parameters."""
+    ids = {id(one) for one in tensors}
+    if not any(id(one) in ids for group in optimizer.param_groups for one in group["params"]):
+        raise InputError(
+            "optimizer updates none of the model's parameters; pass the one that does, and make it"
+            " after fully_shard, which replaces parameters"
+        )
+
+
+def warn_if_alone(ranks: int, sparse: Collection[str]) -> None:
+    """Warn if only one rank averages the tensors, some of which are made sparse."""
+    if ranks == 1 and sparse:
+        warn_on_rank_0(
+            "there is only one replica: nothing is exchanged, but a part of the gradients is kept"
+            " back; attach only where there are several replicas"
+        )
 
 
 def check_momentum(
@@ -101,14 +146,37 @@ def _momentum_of(group: Mapping[str, Any]) -> str | None:
     return None
 
 
-class Watcher(Protocol):
+class _Watcher(ABC):
     """Is told of the steps of all optimisers, as long as something else holds it."""
 
+    def __init__(self) -> None:
+        _watch_optimizers()
+        _WATCHERS.add(self)
+
+    @abstractmethod
     def before_step(self, optimizer: Optimizer) -> None:
         """Learn that an optimiser is about to do a step."""
 
+    def end(self) -> None:
+        """Look at no more steps."""
+        _WATCHERS.discard(self)
 
-class Follower:
+
+_WATCHERS: weakref.WeakSet[_Watcher] = weakref.WeakSet()
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Tell all watchers of the steps of all optimisers, by one hook that stays."""
+
+    def before_any_step(optimizer: Optimizer, *_: object) -> None:
+        for watcher in tuple(_WATCHERS):
+            watcher.before_step(optimizer)
+
+    register_optimizer_step_pre_hook(before_any_step)
+
+
+class Follower(_Watcher):
     """Lets step-ahead follow the optimisers that do steps, and those that it is told of.
 
     Parameters
@@ -125,7 +193,7 @@ class Follower:
         self._ahead, self._before_step = ahead, before_step
         self._groups: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """How many groups the optimisers have that are followed."""
-        watch_steps(self)
+        super().__init__()
 
     def follow(self, optimizer: Optimizer) -> None:
         """Move the parameters of this optimiser by its rule, as those that have done a step."""
@@ -139,33 +207,8 @@ class Follower:
         if self._before_step is not None:
             self._before_step(optimizer)
 
-    def end(self) -> None:
-        """Look at no more steps."""
-        _WATCHERS.discard(self)
 
-
-def watch_steps(watcher: Watcher) -> Callable[[], None]:
-    """Tell a watcher of the steps of all optimisers; return what ends that, and holds it."""
-    _watch_optimizers()
-    _WATCHERS.add(watcher)
-    return partial(_WATCHERS.discard, watcher)
-
-
-_WATCHERS: weakref.WeakSet[Watcher] = weakref.WeakSet()
-
-
-@cache
-def _watch_optimizers() -> None:
-    """Tell all watchers of the steps of all optimisers, by one hook that stays."""
-
-    def before_any_step(optimizer: Optimizer, *_: object) -> None:
-        for watcher in tuple(_WATCHERS):
-            watcher.before_step(optimizer)
-
-    register_optimizer_step_pre_hook(before_any_step)
-
-
-class Unaveraged:
+class Unaveraged(_Watcher):
     """Refuses a step of an optimiser that would let ranks drift apart.
 
     What averages gradients looks at a model once. It says nothing of a parameter that is added to
@@ -194,6 +237,7 @@ class Unaveraged:
         self._model = weakref.ref(model)
         self._averaged, self._ignored = averaged, ignored
         self._why, self._way_out = why, way_out
+        super().__init__()
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Raise `InputError` if the optimiser is about to update such a parameter."""
@@ -215,47 +259,3 @@ class Unaveraged:
                     f" gradient that nobody averages; {self._way_out}, and load the old handle's"
                     " state_dict(), with strict=False"
                 )
-
-
-def checked_optimizers(given: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    """Return optimisers, of which one, several or none are given; raise `InputError` for others."""
-    several = [] if given is None else given
-    optimizers = list(several) if isinstance(several, Sequence) else [several]
-    for one in optimizers:
-        check_type(one, Optimizer, "optimizer")
-    return [_with_hooks(one) for one in optimizers]
-
-
-def _with_hooks(optimizer: Optimizer) -> Optimizer:
-    """Return an optimiser, or the one inside of it that does its steps.
-
-    Some that wrap another, as Accelerate's, are Optimizers without what the class would set up.
-    """
-    while "_optimizer_step_post_hooks" not in vars(optimizer):
-        inside = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
-        if len(inside) != 1:
-            raise InputError(
-                f"{type(optimizer).__name__} takes no hooks, which torch.optim.Optimizer.__init__"
-                " sets up; give the optimiser that it wraps"
-            )
-        optimizer = inside[0]
-    return optimizer
-
-
-def check_updates(optimizer: Optimizer, tensors: Iterable[Tensor]) -> None:
-    """Raise an `InputError` if an optimiser updates none of a model's parameters."""
-    ids = {id(one) for one in tensors}
-    if not any(id(one) in ids for group in optimizer.param_groups for one in group["params"]):
-        raise InputError(
-            "optimizer updates none of the model's parameters; pass the one that does, and make it"
-            " after fully_shard, which replaces parameters"
-        )
-
-
-def warn_if_alone(ranks: int, sparse: Collection[str]) -> None:
-    """Warn if only one rank averages the tensors, some of which are made sparse."""
-    if ranks == 1 and sparse:
-        warn_on_rank_0(
-            "there is only one replica: nothing is exchanged, but a part of the gradients is kept"
-            " back; attach only where there are several replicas"
-        )

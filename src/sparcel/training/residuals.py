@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparcel.device import read
 from sparcel.memory import Range, wide_dtype
-from sparcel.schemes import Layer, Outcome, Scheme
+from sparcel.schemes import Layer, Scheme
 from sparcel.side_stream import used_here
 from sparcel.training.layout import Layout, Piece, Position, copy_pieces, layers_of, rearranged
 from sparcel.training.ranks import Ranks
@@ -143,12 +143,8 @@ class Residuals:
         chosen = {name: vector.scheme.chosen for name, (vector, _) in self._vectors.items()}
         return {name: method for name, method in chosen.items() if method is not None}
 
-    def commit(
-        self, begun: Iterable[tuple[Scheme, Outcome]], left: Mapping[str, Tensor], will_owe: bool
-    ) -> float:
-        """Let a step take effect, and return the magnitude that was flushed; see `Flush.commit`."""
-        for scheme, step in begun:
-            scheme.commit(step)
+    def commit(self, left: Mapping[str, Tensor], will_owe: bool) -> float:
+        """Count a step whose schemes have committed; return what was flushed, as `Flush.commit`."""
         self.steps += 1
         if self.flush.pending:
             return self.flush.commit(left, will_owe)

@@ -108,8 +108,9 @@ class Transaction:
         """Ranges of queued vectors, each with the tensor that gets its updates."""
         self._small: list[tuple[tuple[str, ...], list[Tensor], Tensor]] = []
         """Of vectors with small tensors: the names, the places of these, and their gradients."""
-        self._begun: list[tuple[Scheme, Outcome]] = []
-        """What the vectors' schemes have begun, and have to commit."""
+        self._schemes: list[Scheme] = []
+        self._outcomes: list[Outcome] = []
+        """What the vectors' schemes have begun, and have to commit, each with its outcome."""
         self._flags: list[bool | Tensor] = []
         """Whether other tensors are finite."""
         self._checks: Checks = []
@@ -120,45 +121,32 @@ class Transaction:
         """Whether some rank may owe something of an old memory after this step."""
         self._traffic_before = replace(self._comm.traffic)
 
-    def include(self, names: Iterable[str]) -> None:
-        """Add tensors to the step.
-
-        Raises
-        ------
-        InputError
-            When the step has one of them already: it would be committed twice.
-        """
-        names = set(names)
-        if twice := sorted(names & self._names):
-            raise InputError(f"tensors {twice} are queued already in this step; finish() it first")
-        self._names |= names
-
     def queue(self, queued: Queued) -> Job[None]:
         """Exchange a vector in its turn, or hold it if one selection is made over all vectors."""
+        self._include(queued.arranged.names)
         self._updates.append(queued.vector)
         return self._submit(partial(self._take, queued))
 
     def queue_rows(self, name: str, gradient: Tensor) -> None:
-        """Average a sparse gradient over the ranks in its turn; nothing is left out.
+        """Average a sparse gradient (COO) over the ranks in its turn; nothing is left out.
 
-        Parameters
-        ----------
-        gradient
-            Sparse COO with one sparse dimension, as ``nn.Embedding(sparse=True)`` makes it.
-            Repeated rows are added up before they are sent. Half precisions are sent as float32,
-            so that sums are as exact as those of the memory.
+        Repeated rows are added up before they are sent. Half precisions are sent as float32, so
+        that sums are as exact as those of the memory.
         """
+        self._include((name,))
         self._submit(partial(self._exchange_rows, name, gradient))
+
+    def _include(self, names: Iterable[str]) -> None:
+        """Add tensors to the step, or raise `InputError`: what is there would commit twice."""
+        if twice := sorted(self._names.intersection(names)):
+            raise InputError(f"tensors {twice} are queued already in this step; finish() it first")
+        self._names.update(names)
 
     def end(self) -> None:
         """Exchange the small tensors, and wait until all updates are in place.
 
-        On a GPU, what the caller queues next on its current stream runs after the updates.
-
-        Raises
-        ------
-        CommunicationError and others
-            What the first failing job raised.
+        Raises what the first failing job raised. On a GPU, what the caller queues next on its
+        current stream runs after the updates.
         """
         if self._session.treatment.scope == "model":
             self._submit(self._exchange_held)
@@ -175,11 +163,13 @@ class Transaction:
 
     def commit(self) -> None:
         """Let the step take effect; it has ended, and was finite on all ranks."""
-        flushed = self._session.residuals.commit(self._begun, self._left, self._will_owe)
+        for scheme, outcome in zip(self._schemes, self._outcomes, strict=True):
+            scheme.commit(outcome)
+        flushed = self._session.residuals.commit(self._left, self._will_owe)
         self.costs.count_flushed(flushed)
         if self._comm.device.type in GPUS:
             # Jobs made the memory on their stream, and this thread reads it on its own.
-            for scheme, _ in self._begun:
+            for scheme in self._schemes:
                 used_here(*scheme.coordinates().values())
 
     def _submit(self, job: Callable[[], None]) -> Job[None]:
@@ -231,7 +221,8 @@ class Transaction:
                 # Under a scheme without memory, a share of what an old memory owes goes along.
                 self._left |= flush.add_to(flat, served.pieces, withheld, request.scale)
             outcome = served.scheme.begin(flat, self._comm, request, in_place=True)
-            self._begun.append((served.scheme, outcome))
+            self._schemes.append(served.scheme)
+            self._outcomes.append(outcome)
             sent_whole = outcome.sent_whole and not moved
         if gradients is not None and not sent_whole:
             self._small.append((arranged.names, places, gradients))
@@ -262,7 +253,8 @@ class Transaction:
         stream.finite = finite_flag(rows)
         reduce = partial(all_reduce, stream, Wire(self._comm))
         with self.costs.communicating():
-            total = self._average(self._comm.call(_exchange_of(((name,),)), reduce))
+            total = self._comm.call(_exchange_of(((name,),)), reduce)
+        average = self._average(total)
         self.costs.dense_bytes += ring_bytes(dense_bytes, self._comm.size)
         self.costs.coordinates += shape.numel()
         self.costs.asked += rows.numel()
@@ -271,11 +263,11 @@ class Transaction:
         indices = total.indices
         if indices is None:
             indices = torch.arange(shape[0], device=rows.device)
-        average = total.values.reshape(total.nnz, *shape[1:]).to(dtype)
+        average = average.reshape(total.nnz, *shape[1:]).to(dtype)
         if dtype != total.dtype:
             # An average that fits the sum's dtype may overflow a narrower one.
             self._flags.append(finite_flag(average))
-        self.rows[name] = coalesced(indices, average, shape)
+        self.rows[name] = _coalesced(indices, average, shape)
 
     def _finish(self) -> None:
         if self._small:
@@ -290,10 +282,7 @@ class Transaction:
                 # A sum that fits the widest dtype may overflow a narrower one.
                 self._flags.append(finite_flag(place))
         session = self._session
-        schemes = [scheme for scheme, _ in self._begun]
-        begun = [outcome for _, outcome in self._begun]
-        outcomes, finite = self.costs.settle(begun, self._flags)
-        self._begun = list(zip(schemes, outcomes, strict=True))
+        self._outcomes, finite = self.costs.settle(self._outcomes, self._flags)
         if session.ranks.shard is not None:
             finite = session.ranks.agree_on_finite(finite, session.residuals.steps)
         self.finite, flush = finite, session.residuals.flush
@@ -306,7 +295,7 @@ class Transaction:
         """Make all updates NaN."""
         for update in self._updates:
             update.fill_(math.nan)
-        self.rows = {name: poisoned(average) for name, average in self.rows.items()}
+        self.rows = {name: _poisoned(average) for name, average in self.rows.items()}
 
     def _exchange_small(self) -> None:
         _, places, gradients = zip(*self._small, strict=True)
@@ -317,14 +306,14 @@ class Transaction:
             total = sum_whole(vector, self._comm)
         self.costs.count_whole(vector.numel())
         updates = [place for several in places for place in several]
-        parts = self._average(total).values.split([update.numel() for update in updates])
+        parts = self._average(total).split([update.numel() for update in updates])
         torch._foreach_copy_(updates, parts)
 
-    def _average(self, total: SparseStream) -> SparseStream:
-        """Return the average over ranks, given their sum, and note whether it is finite."""
+    def _average(self, total: SparseStream) -> Tensor:
+        """Return the averages over ranks, given their sums, and note whether all are finite."""
         average = kernels.average(total.values, self._comm.size)
         self._flags += [total.finite, finite_flag(average)]
-        return SparseStream.unchecked(total.indices, average, total.size)
+        return average
 
 
 @lru_cache(maxsize=1024)
@@ -337,21 +326,21 @@ def _exchange_of(several: tuple[tuple[str, ...], ...]) -> Call:
     return Call.of("exchange", named(tuple(name for names in several for name in names)))
 
 
-def poisoned(rows: Tensor) -> Tensor:
+def _poisoned(rows: Tensor) -> Tensor:
     """Return a sparse gradient of NaN with the same rows, or with the first if there are none."""
     indices, values = rows.indices(), rows.values()
     if not indices.numel() and rows.shape[0]:
         indices, values = indices.new_zeros(1, 1), values.new_zeros(1, *rows.shape[1:])
-    return coalesced(indices[0], torch.full_like(values, math.nan), rows.shape)
+    return _coalesced(indices[0], torch.full_like(values, math.nan), rows.shape)
 
 
-def coalesced(indices: Tensor, rows: Tensor, shape: torch.Size) -> Tensor:
+def _coalesced(indices: Tensor, rows: Tensor, shape: torch.Size) -> Tensor:
     """Return the sparse tensor that holds ``rows`` at sorted, unique ``indices``.
 
     Up to torch 2.12, `torch.sparse_coo_tensor` warns that it checks nothing even if it is told to
     check nothing. The operation that it calls does not warn.
     """
-    coalesced: Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
+    found: Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
         1,
         rows.ndim - 1,
         shape,
@@ -362,4 +351,4 @@ def coalesced(indices: Tensor, rows: Tensor, shape: torch.Size) -> Tensor:
         device=rows.device,
         is_coalesced=True,
     )
-    return coalesced
+    return found
