@@ -20,10 +20,10 @@ from sparcel.outer.island import Copies, Follower, Ranks, Shards
 from sparcel.outer.islands import Elastic, Fixed
 from sparcel.outer.method import Method, chosen_method
 from sparcel.outer.model import Model, unwrapped
-from sparcel.outer.moments import entry
 from sparcel.outer.pace import Pace
 from sparcel.outer.places import meeting_at
 from sparcel.outer.shared import Shared
+from sparcel.outer.vectors import entry
 from sparcel.schemes import Scheme
 from sparcel.stores import Store
 from sparcel.training import Averager

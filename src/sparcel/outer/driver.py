@@ -14,14 +14,12 @@ from torch.optim import Optimizer
 
 from sparcel.comm import Job, SimulatedCommunicator
 from sparcel.errors import CommunicationError, MismatchError, few, warn
-from sparcel.outer import saved
 from sparcel.outer.island import Copies, Shards, count_steps, forget_spoilt
 from sparcel.outer.islands import Elastic, Fixed, Islands
 from sparcel.outer.method import Method
-from sparcel.outer.moments import Moments
 from sparcel.outer.pace import Pace, Weights
-from sparcel.outer.shared import Shared
-from sparcel.outer.vectors import Vector
+from sparcel.outer.shared import Shared, checked, copied, of_rank
+from sparcel.outer.vectors import Moments, Vector
 from sparcel.training import Averager, Shard, Stats
 
 Poison = Literal["leave out", "void"]
@@ -30,6 +28,9 @@ Poison = Literal["leave out", "void"]
 Outcome = Literal["done", "void", "again", "late"]
 """How an attempt at an outer step has ended."""
 
+
+_AVERAGER = "averager."
+"""What the names of an averager's entries begin with in a state."""
 
 _NUMBERS = ("clock", "steps", "ends", "outcome", "finite", "place", "island", "order", "at")
 _OUTCOMES: tuple[Outcome | None, ...] = (None, "done", "void")
@@ -174,13 +175,8 @@ class Outer:
         if not self._finite:
             self._begin_anew()
         elif outcome == "done":
-            model, keep = self._shared.model, self._method.keep
-            model.look()
-            for vector in self._fragment:
-                vector.put(model.parameters, keep)
-            model.settle()
-            self._shared.buffers.put(model.buffers, keep)
-            model.keep()
+            self._shared.put(self._fragment, self._method.keep)
+            self._shared.model.keep()
             self._averaged = self._moments.put()
         self.steps += 1
         self._pace.begin()
@@ -222,14 +218,14 @@ class Outer:
         }
         memory = self._averager.handle.state_dict()
         if not isinstance(self._islands, Fixed):
-            memory = saved.of_rank(memory, 0, 1)
+            memory = of_rank(memory, 0, 1)
         return {
             **{name: torch.tensor(number) for name, number in numbers.items()},
             "rate": torch.tensor(self._shared.rate, dtype=torch.float64),
             "counted": self._weights.state,
             "averaged": torch.tensor(self._shared.buffers.averaged),
-            **saved.copied(self._shared.named(), self._shard),
-            **saved.entries_of(memory),
+            **copied(self._shared.named(), self._shard),
+            **{f"{_AVERAGER}{name}": tensor for name, tensor in memory.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -248,11 +244,15 @@ class Outer:
         averaged = torch.tensor(self._shared.buffers.averaged)
         expected = dict.fromkeys((*_NUMBERS, "rate"), torch.zeros(()))
         expected |= {"counted": self._weights.state, "averaged": averaged}
-        found = saved.checked(state, expected | dict(self._shared.named()), self._shard)
+        found = checked(state, expected | dict(self._shared.named()), self._shard)
         comm, numbers = self._averager.comm, {name: int(state[name]) for name in _NUMBERS}
-        memory = saved.memory_of(state)
+        memory = {
+            name.removeprefix(_AVERAGER): tensor
+            for name, tensor in state.items()
+            if name.startswith(_AVERAGER)
+        }
         if not isinstance(self._islands, Fixed):
-            memory = saved.of_rank(memory, comm.rank, comm.size)
+            memory = of_rank(memory, comm.rank, comm.size)
         if isinstance(self._islands, Elastic) and not self._islands.resume(numbers):
             self._put()
             warn(
@@ -443,7 +443,6 @@ class Outer:
         elif not self._finite:
             self._begin_anew()
         else:
-            self._shared.model.look()
             shift()
 
     def _begin_anew(self) -> None:
@@ -460,7 +459,6 @@ class Outer:
 
     def _put(self) -> None:
         """Go on with what is shared."""
-        self._shared.model.look()
         self._shared.put()
         self._weights.forget()
         self._changed, self._undone = True, False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +17,33 @@ from torch.optim import Optimizer
 
 from sparcel._checks import FLOAT_DTYPES, all_finite
 from sparcel.errors import InputError
-from sparcel.outer.moments import Moment, moments_of
 from sparcel.training.names import model_names
 
 _WAY_OUT = (
     "change a model on all islands alike right after an outer step: close(), change it, and attach"
     " again"
 )
+
+_MOMENTS = "exp_avg_sq", "square_avg"
+"""What Adam and RMSprop, and those made after them, call the mean of squared gradients."""
+
+
+class Moment(NamedTuple):
+    """What an optimiser keeps of a parameter's squared gradients.
+
+    Attributes
+    ----------
+    kept
+        The decaying mean as it is kept.
+    bias
+        What the optimiser divides it by, because it began with zero.
+    decay
+        What it is multiplied by in each step.
+    """
+
+    kept: Tensor
+    bias: float
+    decay: float
 
 
 class Model:
@@ -111,12 +132,19 @@ class Model:
 
     def moments(self) -> dict[str, Moment]:
         """Return the second moments that the optimisers keep, as `parameters` are."""
-        kept = moments_of(self._optimizers)
-        return {
-            name: kept[one]._replace(kept=_local(kept[one].kept))
-            for name, one in self._trained.items()
-            if one in kept
-        }
+        names, found = {one: name for name, one in self._trained.items()}, dict[str, Moment]()
+        groups = [(one.state, group) for one in self._optimizers for group in one.param_groups]
+        for states, group in groups:
+            for parameter in filter(names.__contains__, group["params"]):
+                state = states.get(parameter, {})
+                kept = next((state[key] for key in _MOMENTS if key in state), None)
+                if isinstance(kept, Tensor) and kept.shape == parameter.shape:
+                    decay, bias = group.get("alpha", 1.0), 1.0
+                    if "betas" in group and "step" in state:
+                        decay = group["betas"][1]
+                        bias -= decay ** float(state["step"])
+                    found[names[parameter]] = Moment(_local(kept), bias, decay)
+        return found
 
     def _find_copies(self) -> dict[Tensor, Tensor]:
         """Return the copies in more bits that optimisers keep of parameters."""
