@@ -28,19 +28,10 @@ def topk_chunked(x: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
 def accumulate_topk(
     addition: Addition, k: int, chunk: int | None = None
 ) -> tuple[Tensor, Tensor, bool]:
-    return _cpu.accumulate_topk(
-        addition.memory,
-        addition.gradient.detach(),
-        addition.scratch,
-        addition.scale,
-        addition.momentum,
-        addition.velocity,
-        addition.entering,
-        addition.clear,
-        k,
-        chunk or 0,
-        torch.get_num_threads(),
-    )
+    it = addition
+    summed = it.memory, it.gradient.detach(), it.scratch, it.scale, it.momentum, it.velocity
+    threads = torch.get_num_threads()
+    return _cpu.accumulate_topk(*summed, it.entering, it.clear, k, chunk or 0, threads)
 
 
 def threshold_select(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
@@ -86,10 +77,8 @@ def scatter(dense: Tensor, indices: Tensor, values: Tensor) -> None:
 
 
 def expand(dense: Tensor, indices: Tensor, values: Tensor, fill: float = 0) -> None:
-    converted, filler = (
-        values.detach().to(dense.dtype),
-        torch.tensor([fill], dtype=dense.dtype, device="cpu"),
-    )
+    converted = values.detach().to(dense.dtype)
+    filler = torch.tensor([fill], dtype=dense.dtype, device="cpu")
     _cpu.expand(dense.detach(), filler, indices, converted, _width(dense))
 
 
@@ -145,8 +134,9 @@ def quantize(
     key = None if seed is None else seed % 2**64
     narrow, threads = scale == torch.bfloat16, torch.get_num_threads()
     wide = limited(x.detach(), torch.float32)
-    made = _cpu.quantize(to_dlpack(wide), bits, block, key, offset, narrow, threads)
-    codes, scales, values = made
+    codes, scales, values = _cpu.quantize(
+        to_dlpack(wide), bits, block, key, offset, narrow, threads
+    )
     return few_bits.Quantized(codes, scales, limited(values, x.dtype))
 
 
@@ -179,23 +169,10 @@ def enter(addition: Addition, up: Phase, rank: int, step: int) -> regions.Entere
     wide = it.gradient.dtype == torch.float64
     if not up.group or wide or it.entering is not None or it.clear:
         return regions.enter(addition, up, rank, step)
-    made = _cpu.enter(
-        it.memory,
-        it.gradient,
-        it.scratch,
-        it.scale,
-        rank,
-        up.regions.ranks,
-        up.regions.block,
-        up.shares,
-        up.most,
-        up.dense,
-        up.bits,
-        up.group,
-        step,
-        up.headers,
-        torch.get_num_threads(),
-    )
+    summed = it.memory, it.gradient, it.scratch, it.scale
+    owned = rank, up.regions.ranks, up.regions.block, up.shares
+    kind, threads = (up.dense, up.bits, up.group), torch.get_num_threads()
+    made = _cpu.enter(*summed, *owned, up.most, *kind, step, up.headers, threads)
     return regions.Entered(*made)
 
 
@@ -209,23 +186,10 @@ def collect(
 ) -> regions.Collected:
     if not (up.group and down.group) or addition.entering is not None:
         return regions.collect(addition, arrived, up, down, rank, step)
-    made = _cpu.collect(
-        addition.scratch,
-        arrived,
-        up.headers[rank],
-        (up.bits, up.group),
-        rank,
-        down.regions.ranks,
-        down.regions.block,
-        down.shares,
-        down.most[rank],
-        down.dense,
-        down.bits,
-        down.group,
-        step,
-        down.headers[rank],
-        torch.get_num_threads(),
-    )
+    came = addition.scratch, arrived, up.headers[rank], (up.bits, up.group)
+    owned = rank, down.regions.ranks, down.regions.block, down.shares
+    kind, threads = (down.dense, down.bits, down.group), torch.get_num_threads()
+    made = _cpu.collect(*came, *owned, down.most[rank], *kind, step, down.headers[rank], threads)
     return regions.Collected(*made)
 
 
@@ -289,8 +253,7 @@ def _job(tensor: Tensor, move: optim.Along | optim.AsAdam) -> _Job | None:
 
 
 def _width(dense: Tensor) -> int:
-    columns = _columns(dense)
-    return 1 if columns is None else columns
+    return dense.shape[1] if dense.dim() == 2 else 1
 
 
 def _columns(values: Tensor) -> int | None:

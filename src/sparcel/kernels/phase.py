@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -18,6 +18,9 @@ _BLOCKS_EACH = 16
 """How many blocks a rank owns, at least, before blocks are made longer."""
 
 _ROW_ALIGNMENT = 16
+
+Shares = tuple[tuple[int, float], ...]
+"""Where ranges of a vector stop, one after another, and their densities in (0, 1]."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,20 @@ class Regions:
     def length(self, rank: int) -> int:
         """Return how many coordinates a rank owns."""
         return self.before(rank, self.size)
+
+    def parts(
+        self, shares: Shares, rank: int, others: bool = False
+    ) -> Iterator[tuple[int, float, int, int]]:
+        """Yield where each share stops, its density, and the range of its places.
+
+        These are places of the rank's region, or of all that other ranks own.
+        """
+        first = 0
+        for stop, density in shares:
+            owned = self.before(rank, stop)
+            last = stop - owned if others else owned
+            yield stop, density, first, last
+            first = last
 
     def take(self, vector: Tensor, rank: int) -> Tensor:
         """Return a copy of a rank's region of a vector ``[size]``."""
@@ -90,10 +107,6 @@ def row_bytes(bounds: Sequence[int]) -> int:
     any dtype may.
     """
     return -(-max(bounds) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
-
-
-Shares = tuple[tuple[int, float], ...]
-"""Where ranges of a vector stop, one after another, and their densities in (0, 1]."""
 
 
 class Code(Protocol):

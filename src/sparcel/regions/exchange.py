@@ -216,15 +216,12 @@ def phase(regions: Regions, shares: Shares, format: Format, dtype: torch.dtype) 
     value_bytes = dtype.itemsize
     expected, most = [], []
     for rank in range(regions.ranks):
-        asked, room, first = 0, 0, 0
-        for stop, density in shares:
-            last = regions.before(rank, stop)
-            wanted = share_of(density, last - first)
-            asked += wanted
-            room += min(last - first, _ROOM * wanted + _SPARE)
-            first = last
-        expected.append(asked)
-        most.append(room)
+        asked = [
+            (last - first, share_of(density, last - first))
+            for _, density, first, last in regions.parts(shares, rank)
+        ]
+        expected.append(sum(wanted for _, wanted in asked))
+        most.append(sum(min(count, _ROOM * wanted + _SPARE) for count, wanted in asked))
     lengths = [regions.length(rank) for rank in range(regions.ranks)]
     dense = sum(expected) >= format.dense_from(max(1, regions.size), value_bytes)
     if dense:

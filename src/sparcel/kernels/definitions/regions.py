@@ -94,7 +94,8 @@ def enter(addition: Addition, up: Phase, rank: int, step: int) -> Entered:
     x, ranks = addition.scratch, up.regions.ranks
     *_, finite = kernels.accumulate_topk(addition, 0)
     limits = _limits(x, up, rank, step, others=True)
-    messages, sent, fell = [x.new_empty(0, dtype=torch.uint8)] * ranks, 0, _zero(x)
+    messages, sent = [x.new_empty(0, dtype=torch.uint8)] * ranks, 0
+    fell: float | Tensor = 0.0
     for number, owner in enumerate(owner for owner in range(ranks) if owner != rank):
         turn = (step, rank, number)
         messages[owner], count, less = _take_out(addition, up, owner, limits, finite, turn)
@@ -182,7 +183,7 @@ def _take_out(
     addition: Addition,
     phase: Phase,
     owner: int,
-    limits: list[tuple[int, Tensor]],
+    limits: list[Tensor],
     finite: bool | Tensor,
     turn: tuple[int, ...],
 ) -> tuple[Tensor, int, float | Tensor]:
@@ -206,15 +207,13 @@ def _take_out(
 
 
 def _reaching(
-    region: Tensor, phase: Phase, owner: int, limits: list[tuple[int, Tensor]]
+    region: Tensor, phase: Phase, owner: int, limits: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return the first entries of a region that reach the limits of their shares."""
-    reached, first = [], 0
-    bits = magnitude_bits(region)
-    for stop, limit in limits:
-        last = phase.regions.before(owner, stop)
-        reached.append(bits[first:last] >= limit)
-        first = last
+    bits, parts = magnitude_bits(region), phase.regions.parts(phase.shares, owner)
+    reached = [
+        bits[first:last] >= limit for (_, _, first, last), limit in zip(parts, limits, strict=True)
+    ]
     above = torch.where(torch.cat(reached), region, 0)
     indices, values = kernels.threshold_select(above, _SMALLEST[region.dtype])
     most = phase.most[owner]
@@ -225,22 +224,17 @@ _SMALLEST = {torch.float32: 2.0**-149, torch.float64: 2.0**-1074}
 """The least magnitudes above 0."""
 
 
-def _limits(
-    x: Tensor, phase: Phase, rank: int, step: int, others: bool
-) -> list[tuple[int, Tensor]]:
-    """Return where shares stop, and the bits of the magnitude from which entries travel."""
+def _limits(x: Tensor, phase: Phase, rank: int, step: int, others: bool) -> list[Tensor]:
+    """Return, by share, the bits of the magnitude from which entries travel."""
     regions = phase.regions
     if phase.dense or (others and regions.ranks == 1):
         return []
     place = Regions.elsewhere if others else Regions.coordinates
-    limits, first = [], 0
-    for stop, density in phase.shares:
-        owned = regions.before(rank, stop)
-        last = stop - owned if others else owned
+    limits = []
+    for _, density, first, last in regions.parts(phase.shares, rank, others):
         places = sampled_places(last - first, step, x.device)
         sample = x[place(regions, rank, places + first)]
-        limits.append((stop, sampled_threshold(sample, density)))
-        first = last
+        limits.append(sampled_threshold(sample, density))
     return limits
 
 
@@ -284,7 +278,3 @@ def _magnitude(values: Tensor) -> float | Tensor:
     """Return the sum of the magnitudes, on a GPU as a tensor."""
     magnitude = torch.linalg.vector_norm(values, 1, dtype=torch.float64)
     return float(magnitude) if magnitude.is_cpu else magnitude
-
-
-def _zero(x: Tensor) -> float | Tensor:
-    return 0.0 if x.is_cpu else x.new_zeros((), dtype=torch.float64)

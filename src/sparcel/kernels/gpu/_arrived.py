@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparcel.kernels.definitions.regions import Delivered
 from sparcel.kernels.gpu import _message
 from sparcel.kernels.gpu._base import launch
 from sparcel.kernels.gpu._message import (
@@ -137,6 +138,18 @@ def _low_at(words, start, low_bits, kept):
     return ((upper | lower) >> shift) & ((one << low_bits) - 1)
 
 
+@triton.jit
+def _indices_at(words, bit, number, kept, bitmap, low_bits, length):
+    """Return the indices of bits of the bitmap, and which are too large or not above the last."""
+    start = bitmap + number * low_bits
+    low = _low_at(words, start, low_bits, kept)
+    index = ((bit - number) << low_bits) | low
+    # Indices with the same upper bits have bits one after another.
+    follows = kept & (bits_at(words, tl.maximum(bit - 1, 0), bitmap) != 0) & (bit > 0)
+    before = _low_at(words, start - low_bits, low_bits, follows)
+    return index, (kept & (index >= length)) | (follows & (before >= low))
+
+
 @triton.jit(
     do_not_specialize=[
         *("size", "ranks", "block_bits", "fixed", "own", "row_bytes", "chunks", "tiles"),
@@ -167,13 +180,7 @@ def _place(
             number = start + tl.cumsum(found, axis=0) - found
             start += tl.sum(found, axis=0)
             kept = (found != 0) & (number < count)
-            from_bit = bitmap + number * low_bits
-            low = _low_at(words, from_bit, low_bits, kept)
-            index = ((bit - number) << low_bits) | low
-            # Indices with the same upper bits have bits one after another.
-            follows = kept & (bits_at(words, tl.maximum(bit - 1, 0), bitmap) != 0) & (bit > 0)
-            before = _low_at(words, from_bit - low_bits, low_bits, follows)
-            bad = (kept & (index >= length)) | (follows & (before >= low))
+            index, bad = _indices_at(words, bit, number, kept, bitmap, low_bits, length)
             wrong += tl.sum(bad.to(tl.int32), axis=0)
             inside = kept & (index < length)
             one = tl.zeros([TILE], tl.int32) + 1
@@ -348,14 +355,12 @@ def add(x: Tensor, arrived: Tensor, up: Phase, rank: int) -> Added:
     return Added(*came.flags(), came.fell())
 
 
-def deliver(
-    returned: Tensor, down: Phase, divisor: float, out: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Write what owners returned, over the divisor: the entries, whether finite, the fault."""
+def deliver(returned: Tensor, down: Phase, divisor: float, out: Tensor) -> Delivered:
+    """Write what owners returned, over the divisor."""
     came = read(returned, down, -1, -1)
     launch(
         _write, down.regions.ranks * came.chunks, out, *came.messages, float(divisor),
         *came.layout, OVERFLOWS=_OVERFLOWS[out.dtype], BITS=down.bits, GROUP=down.group,
         TILE=_message.TILE, CHUNKS=_message.CHUNKS, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    return came.facts[0], *came.flags()
+    return Delivered(came.facts[0], *came.flags())

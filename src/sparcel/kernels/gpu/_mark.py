@@ -2,8 +2,8 @@
 
 It takes two kernels. One reads the vector and marks: it writes a bit an entry, and how many pass of
 each span and group of spans. `emit` reads the bits alone and fetches the entries that passed, so
-the vector is read once. `accumulate` and `mark` mark what passes a threshold, which `sample`
-estimates; `mark_largest` marks what is selected.
+the vector is read once. `mark` marks what passes a threshold, which `sample` estimates;
+`mark_largest` marks what is selected.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def mark_tile(bits, above_all, ties_above, word, above, ties, TIES: tl.constexpr
 
 
 class Sum(NamedTuple):
-    """What kernels need in order to compute an addition.
+    """What kernels need in order to compute an addition, or to read a vector.
 
-    ``scale`` and ``momentum`` are as `number_bits` returns them; ``parts`` tells which vectors
-    there are.
+    ``scale`` and ``momentum`` are as `number_bits` returns them. ``parts`` tells which vectors
+    there are, and ``effects`` what happens besides to what enters and to the gradient.
     """
 
     memory: Tensor
@@ -88,27 +88,34 @@ class Sum(NamedTuple):
     velocity: Tensor
     scale: int
     momentum: int
+    scratch: Tensor
+    entering: Tensor
     parts: dict[str, bool]
+    effects: dict[str, bool]
 
 
 _FACTORS = ["size", "scale", "momentum"]
 
 
 def sum_of(addition: Addition) -> Sum:
-    memory, velocity = addition.memory, addition.velocity
+    memory, velocity, entering = addition.memory, addition.velocity, addition.entering
     return Sum(
         memory,
         addition.gradient.detach(),
         memory if velocity is None else velocity,
         number_bits(addition.scale),
         number_bits(addition.momentum),
+        addition.scratch,
+        addition.scratch if entering is None else entering,
         {"ADDED": True, "SCALED": addition.scale != 1, "MOVING": velocity is not None},
+        {"KEPT": entering is not None, "CLEAR": addition.clear},
     )
 
 
 def vector_alone(x: Tensor) -> Sum:
     """Return the sum that is ``x`` itself."""
-    return Sum(x, x, x, 0, 0, {"ADDED": False, "SCALED": False, "MOVING": False})
+    parts = {"ADDED": False, "SCALED": False, "MOVING": False}
+    return Sum(x, x, x, 0, 0, x, x, parts, {"KEPT": False, "CLEAR": False})
 
 
 @triton.jit
@@ -245,28 +252,17 @@ def _add_and_mark(
         add_span(groups, 0, passed_at(work), counts, span, count, GROUP)
 
 
-def accumulate(sum: Sum, addition: Addition, work: Tensor, marking: bool) -> Tensor | None:
-    """Add, and mark what passes the threshold; the fault becomes 1 if the sum is not finite."""
-    return _passed(sum, addition.scratch, addition.entering, addition.clear, work, marking)
+def mark(sum: Sum, work: Tensor, marking: bool = True) -> Tensor:
+    """Add, and return marks of what passes the threshold, none unless ``marking``.
 
-
-def mark(x: Tensor, work: Tensor) -> Tensor:
-    """Mark what passes the threshold."""
-    marks = _passed(vector_alone(x), x, None, False, work, True)
-    assert marks is not None, "it was told to mark"
-    return marks
-
-
-def _passed(
-    sum: Sum, scratch: Tensor, entering: Tensor | None, clear: bool, work: Tensor, marking: bool
-) -> Tensor | None:
-    size = scratch.numel()
-    marks = marks_for(scratch, 1) if marking else None
+    The fault becomes 1 if the sum is not finite.
+    """
+    size = sum.scratch.numel()
+    marks = marks_for(sum.scratch, 1) if marking else work
     launch(
-        _add_and_mark, spans_of(size), *sum[:5], scratch, scratch if entering is None else entering,
-        size, work, work if marks is None else marks, **sum.parts,
-        KEPT=entering is not None, CLEAR=clear, MARK=marking, WIDTH=bits_width(scratch.dtype),
-        FIELD=FIELD, SPAN=SPAN, ROWS=ROWS, GROUP=GROUP, enable_fp_fusion=False,
+        _add_and_mark, spans_of(size), *sum[:7], size, work, marks, **sum.parts, **sum.effects,
+        MARK=marking, WIDTH=bits_width(sum.scratch.dtype), FIELD=FIELD, SPAN=SPAN, ROWS=ROWS,
+        GROUP=GROUP, enable_fp_fusion=False,
     )  # fmt: skip
     return marks
 
@@ -320,6 +316,23 @@ def _lowest(word):
     return _ones((word & (-word)) - 1)
 
 
+@triton.jit
+def _take(
+    x, names, place, kept, slot, cleared, indices, values,
+    NAMED: tl.constexpr, CLEAR: tl.constexpr,
+):  # fmt: skip
+    """Write entries to their slots, and return their values."""
+    value = tl.load(x + place, mask=kept, other=0.0)
+    name = place
+    if NAMED:
+        name = tl.load(names + place, mask=kept).to(tl.int64)
+    tl.store(indices + slot, name.to(indices.dtype.element_ty), mask=kept)
+    tl.store(values + slot, value, mask=kept)
+    if CLEAR:
+        tl.store(cleared + name, tl.zeros_like(value), mask=kept)
+    return value
+
+
 @triton.jit(do_not_specialize=["capacity"])
 def _emit(
     x, names, work, marks, capacity, cleared, indices, values,
@@ -349,23 +362,15 @@ def _emit(
     slot = start + tl.cumsum(taken, axis=0) - taken
     found = no_counts()
     for _ in range(tl.max(_ones(passing), axis=0)):
-        more = passing != 0
+        kept = passing != 0
         lane = _lowest(passing) & 31  # of a word without bits it would be 32
-        kept = more
         if SELECTED:
-            is_tie = more & (((tied >> lane) & 1) != 0)
-            kept = more & ((is_tie == 0) | (tie_number < room))
+            is_tie = kept & (((tied >> lane) & 1) != 0)
+            kept = kept & ((is_tie == 0) | (tie_number < room))
             tie_number += is_tie.to(tl.int64)
         kept = kept & (slot < capacity)
         place = word * 32 + lane
-        value = tl.load(x + place, mask=kept, other=0.0)
-        name = place
-        if NAMED:
-            name = tl.load(names + place, mask=kept).to(tl.int64)
-        tl.store(indices + slot, name.to(indices.dtype.element_ty), mask=kept)
-        tl.store(values + slot, value, mask=kept)
-        if CLEAR:
-            tl.store(cleared + name, tl.zeros_like(value), mask=kept)
+        value = _take(x, names, place, kept, slot, cleared, indices, values, NAMED, CLEAR)
         if COUNTED:
             BITS: tl.constexpr = FIELD if WIDTH > FIELD else WIDTH
             found += count_field(magnitude_bits(value), kept, WIDTH - BITS, BITS)

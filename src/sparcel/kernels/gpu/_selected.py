@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from sparcel import device
-from sparcel.kernels.definitions.regions import MOST_SAMPLE, sample_rank, sample_size
+from sparcel.kernels.definitions.regions import MOST_SAMPLE, Entered, sample_rank, sample_size
 from sparcel.kernels.definitions.select import Addition
 from sparcel.kernels.gpu import _message
-from sparcel.kernels.gpu._base import is_infinite, launch, load_inside, magnitude_bits
+from sparcel.kernels.gpu._base import is_infinite, launch, load_inside, magnitude_bits, store_inside
 from sparcel.kernels.gpu._message import (
     TILE,
     WARPS,
@@ -80,14 +80,10 @@ def limits_of(phase: Phase, rank: int, others: bool, place: torch.device) -> Lim
 @lru_cache(maxsize=256)
 def _limits_on(phase: Phase, rank: int, others: bool, place: torch.device, _: int) -> Limits:
     """Each stream has its own: nothing else would wait until they are there."""
-    regions, rows, first = phase.regions, [], 0
-    for stop, density in phase.shares:
-        owned = regions.before(rank, stop)
-        last = stop - owned if others else owned
-        count = last - first
-        taken = sample_size(count)
-        rows.append((stop, first, count, taken, sample_rank(taken, density)))
-        first = last
+    rows = []
+    for stop, density, first, last in phase.regions.parts(phase.shares, rank, others):
+        taken = sample_size(last - first)
+        rows.append((stop, first, last - first, taken, sample_rank(taken, density)))
     numbers = [number for column in zip(*rows, strict=True) for number in column]
     both = device.put([*numbers, *phase.most], place, torch.int64)
     return Limits(both[: len(numbers)].view(5, -1), both[len(numbers) :])
@@ -217,10 +213,7 @@ def _mark_tile(
     _, at = tile_of(first, ranks, block_bits, owner, TILE)
     total = sum_at(memory, gradient, scale, at, size, WHOLE, ADDED, SCALED)
     if ADDED:
-        if WHOLE:
-            tl.store(x + at, total)
-        else:
-            tl.store(x + at, total, mask=at < size)
+        store_inside(x, at, total, size, WHOLE)
     bits = magnitude_bits(total)
     limit = limits_at(at, first, stops, shares, thresholds, ranks, block_bits, owner, ONE, TILE)
     return (bits >= limit).to(tl.int32), tl.max(bits, axis=0)
@@ -384,22 +377,6 @@ def _round(
     add_last(tl.sum(errors, axis=0), partials, facts + 2, fell)
 
 
-class Left(NamedTuple):
-    """What has left a vector.
-
-    Attributes
-    ----------
-    messages
-        uint8 ``[rows, bytes]``, by owner.
-    sent, magnitude
-        ``[]``, int64 and float64: the entries, and by how much the sum of magnitudes fell.
-    """
-
-    messages: Tensor
-    sent: Tensor
-    magnitude: Tensor
-
-
 def _take(
     source: Source,
     phase: Phase,
@@ -408,8 +385,12 @@ def _take(
     others: bool,
     finite: Tensor | None = None,
     fell: Tensor | None = None,
-) -> Left:
-    """Take what is selected of all other regions out of x, or what is of the own one."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Take what is selected of all other regions out of x, or what is of the own one.
+
+    Return messages by owner (uint8 ``[rows, bytes]``), how many entries are in them (int64 ``[]``),
+    and by how much the sum of magnitudes fell (float64 ``[]``), added to what it ``fell`` before.
+    """
     x, layout, regions = source.x, layout_of(phase), phase.regions
     rows, first, own = (regions.ranks, 0, rank) if others else (1, rank, -1)
     room = max(phase.most) if others else phase.most[rank]
@@ -443,32 +424,24 @@ def _take(
         BITS=phase.bits, LOG_GROUP=phase.group.bit_length() - 1,
         ROWS=_ENTRIES // phase.group, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    return Left(messages, facts[0], fell)
+    return messages, facts[0], fell
 
 
-def enter(addition: Addition, up: Phase, rank: int, step: int) -> Left:
+def enter(addition: Addition, up: Phase, rank: int, step: int) -> Entered:
     """Compute x = memory + addend, and take out of it what is selected of the others' regions."""
     gradient = addition.gradient.detach()
     source = Source(addition.memory, gradient, float(addition.scale), addition.scratch, True)
-    return _take(source, up, rank, step, True)
+    return Entered(*_take(source, up, rank, step, True))
 
 
 def take_own(
-    x: Tensor,
-    down: Phase,
-    rank: int,
-    step: int,
-    finite: Tensor,
-    fell: Tensor | None = None,
+    x: Tensor, down: Phase, rank: int, step: int, finite: Tensor, fell: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Take what is selected out of the own region; return the message, and by how much x fell.
 
-    Parameters
-    ----------
-    finite
-        bool ``[]``: whether all that was added to the region is finite, and sound.
-    fell
-        float64 ``[]``: by how much the region's magnitude fell before, to which this is added.
+    ``finite``, a bool ``[]``, is whether all that was added to the region is finite, and sound. The
+    region's magnitude ``fell`` by so much before (float64 ``[]``), to which this is added.
     """
-    left = _take(Source(x, x, 1.0, x, False), down, rank, step, False, finite, fell)
-    return left.messages[0], left.magnitude
+    source = Source(x, x, 1.0, x, False)
+    messages, _, fell = _take(source, down, rank, step, False, finite, fell)
+    return messages[0], fell

@@ -20,7 +20,6 @@ from sparcel.kernels.definitions.select import Addition, bracket_of, index_dtype
 from sparcel.kernels.definitions.select import magnitude_bits as magnitude_bits_of
 from sparcel.kernels.gpu._base import bits_of, bits_width, launch, lower_bound, magnitude_bits
 from sparcel.kernels.gpu._mark import (
-    accumulate,
     emit,
     mark,
     mark_largest,
@@ -75,46 +74,20 @@ class _Plan(NamedTuple):
         return cls(rank, min(size, math.ceil(1.05 * size * most / SAMPLES) + TILE))
 
 
-class _Begun(NamedTuple):
-    """A selection that is queued: memory for k entries, and what tells how many there are.
-
-    ``plan`` is None where all entries of the vector were candidates.
-    """
-
-    indices: Tensor
-    values: Tensor
-    work: Tensor
-    plan: _Plan | None
-
-    def ended(self) -> tuple[tuple[Tensor, Tensor] | None, bool]:
-        """Wait for the selection, and whether the vector was finite.
-
-        The former is None if too few or too many passed the threshold.
-        """
-        numbers = device.read(self.work[: 2 * RULE_LENGTH]).tolist()
-        threshold, selected = numbers[:RULE_LENGTH], numbers[RULE_LENGTH:]
-        passed, finite = threshold[PASSED], not threshold[FAULT]
-        taken = selected[PASSED] + min(selected[TIED], selected[ROOM])
-        enough = passed >= self.values.numel() or threshold[ABOVE] == 0
-        if self.plan and not (enough and passed <= self.plan.capacity):
-            return None, finite
-        return (self.indices[:taken], self.values[:taken]), finite
-
-
 def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    plan, marks = _Plan.of(k, x.numel()), None
+    plan, marks, alone = _Plan.of(k, x.numel()), None, vector_alone(x)
     work = _work(x, plan)
     if plan:
-        sample(vector_alone(x), work, SAMPLES, plan.rank)
-        marks = mark(x, work)
-    found, _ = _continue(x, k, work, plan, marks).ended()
-    return found or _from_all(x, k)
+        sample(alone, work, SAMPLES, plan.rank)
+        marks = mark(alone, work)
+    found, _ = _largest(x, k, work, plan, marks)
+    return found or _largest_of_all(x, k)
 
 
 def topk_chunked(x: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
     if chunk >= x.numel() or k == 0:
         return topk(x, k)
-    indices, values, count = largest_of_chunks(x, k, chunk)
+    indices, values, count = _largest_of_chunks(x, k, chunk)
     taken = int(device.read(count))
     return indices[:taken], values[:taken]
 
@@ -125,29 +98,28 @@ def accumulate_topk(
     scratch, sum = addition.scratch, sum_of(addition)
     if chunk is not None and chunk < scratch.numel() and k:
         work = _work(scratch)
-        accumulate(sum, addition, work, marking=False)
-        indices, values, count = largest_of_chunks(scratch, k, chunk, clear=True)
+        mark(sum, work, marking=False)
+        indices, values, count = _largest_of_chunks(scratch, k, chunk, clear=True)
         taken, fault = device.read(torch.cat([count, work[FAULT : FAULT + 1]])).tolist()
         return indices[:taken], values[:taken], not fault
     plan = _Plan.of(k, scratch.numel())
     work = _work(scratch, plan)
     if plan:
         sample(sum, work, SAMPLES, plan.rank)
-    marks = accumulate(sum, addition, work, marking=plan is not None)
+    marks = mark(sum, work, marking=plan is not None)
+    nothing = scratch.new_empty(0, dtype=index_dtype(scratch.numel())), scratch[:0]
     if k == 0:
-        nothing = scratch.new_empty(0, dtype=index_dtype(scratch.numel()))
-        return nothing, scratch[:0], work[FAULT] == 0
-    begun = _continue(scratch, k, work, plan, marks, clear=True)
-    found, finite = begun.ended()
+        return *nothing, work[FAULT] == 0
+    found, finite = _largest(scratch, k, work, plan, marks, clear=True)
     if found is None and finite:
-        found = _from_all(scratch, k, clear=True)
-    return *(found or (begun.indices[:0], begun.values[:0])), finite
+        found = _largest_of_all(scratch, k, clear=True)
+    return *(found or nothing), finite
 
 
 def threshold_select(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     work = _work(x)
     work[ABOVE : ABOVE + 1].fill_(max(bits_of(threshold, x.dtype) - 1, 0))
-    marks = mark(x, work)
+    marks = mark(vector_alone(x), work)
     # How many pass decides how much memory they take.
     passed = int(device.read(work[PASSED]))
     return emit(x, marks, work, passed, index_dtype(x.numel()))
@@ -192,28 +164,35 @@ def _work(x: Tensor, plan: _Plan | None = None) -> Tensor:
     return make(work_length(x), dtype=torch.int64)
 
 
-def _continue(
+def _largest(
     x: Tensor, k: int, work: Tensor, plan: _Plan | None, marks: Tensor | None, clear: bool = False
-) -> _Begun:
-    """Queue the selection of the k largest of those that passed the threshold, or of all.
+) -> tuple[tuple[Tensor, Tensor] | None, bool]:
+    """Return the k largest of those that passed the threshold, or of all without a plan.
 
-    With ``clear`` they are set to 0 in ``x``, unless too few or too many passed.
+    And whether the vector was finite. With ``clear`` they are set to 0 in ``x``. If too few or too
+    many passed, nothing is, and None takes the place of the selection.
     """
-    k, dtype = min(k, x.numel()), index_dtype(x.numel())
+    k, dtype, limited = min(k, x.numel()), index_dtype(x.numel()), plan is not None
     names, candidates = None, x
     if plan and marks is not None:
         names, candidates = emit(x, marks, work, plan.capacity, dtype, counted=True)
-    limited = plan is not None
     find_kth(candidates, k, work, limited)
     marks = mark_largest(candidates, k, work, limited)
     cleared = x if clear else None
-    chosen = emit(candidates, marks, work, k, dtype, names, cleared, selected=True)
-    return _Begun(*chosen, work, plan)
+    indices, values = emit(candidates, marks, work, k, dtype, names, cleared, selected=True)
+    numbers = device.read(work[: 2 * RULE_LENGTH]).tolist()
+    threshold, selected = numbers[:RULE_LENGTH], numbers[RULE_LENGTH:]
+    passed, finite = threshold[PASSED], not threshold[FAULT]
+    enough = passed >= k or threshold[ABOVE] == 0
+    if plan and not (enough and passed <= plan.capacity):
+        return None, finite
+    taken = selected[PASSED] + min(selected[TIED], selected[ROOM])
+    return (indices[:taken], values[:taken]), finite
 
 
-def _from_all(x: Tensor, k: int, clear: bool = False) -> tuple[Tensor, Tensor]:
+def _largest_of_all(x: Tensor, k: int, clear: bool = False) -> tuple[Tensor, Tensor]:
     """Return the k largest of a vector without a sample, which may have misled."""
-    found, _ = _continue(x, k, _work(x), None, None, clear).ended()
+    found, _ = _largest(x, k, _work(x), None, None, clear)
     assert found is not None, "without a threshold nothing misleads"
     return found
 
@@ -330,7 +309,7 @@ def _emit_rows(
         slot += tl.sum(chosen.to(tl.int32), axis=1)
 
 
-def largest_of_chunks(
+def _largest_of_chunks(
     x: Tensor, k: int, chunk: int, clear: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the min(k, nonzeros) largest of every ``chunk`` entries, and their number.
