@@ -46,12 +46,7 @@ def threshold_select(x: Tensor, threshold: Tensor, threads: int) -> tuple[Tensor
 def sums_of_squares(vectors: Sequence[Array], chunk: int, threads: int) -> Tensor: ...
 def moved(
     tensors: Sequence[
-        tuple[
-            Array,
-            Array,
-            float,
-            tuple[Array, Array | None, float, float, float, float] | None,
-        ]
+        tuple[Array, Array, float, tuple[Array, Array | None, float, float, float, float] | None]
     ],
     threads: int,
 ) -> list[Tensor]:

@@ -31,6 +31,90 @@ from sparcel.stream import WRITTEN, SparseStream
 from sparcel.units import share_of
 from sparcel.wire import Wire
 
+_ROOM, _SPARE = 2, 64
+"""A message has room for so many times the entries that are expected, and some more: a threshold
+from a sample lets a few more through, and ties may let all through."""
+
+
+@lru_cache(maxsize=1024)
+def phase(regions: Regions, shares: Shares, format: Format, dtype: torch.dtype) -> Phase:
+    """Return the phase in which shares of the regions travel, in values of a dtype."""
+    value_bytes = dtype.itemsize
+    expected, most = [], []
+    for rank in range(regions.ranks):
+        asked = [
+            (last - first, share_of(density, last - first))
+            for _, density, first, last in regions.parts(shares, rank)
+        ]
+        expected.append(sum(wanted for _, wanted in asked))
+        most.append(sum(min(count, _ROOM * wanted + _SPARE) for count, wanted in asked))
+    lengths = [regions.length(rank) for rank in range(regions.ranks)]
+    dense = sum(expected) >= format.dense_from(max(1, regions.size), value_bytes)
+    if dense:
+        expected = most = lengths
+    bounds = [
+        format.nbytes(None if dense else nnz, length, value_bytes)
+        for nnz, length in zip(most, lengths, strict=True)
+    ]
+    headers = [format.blank_header(length, dtype, dense).pack() for length in lengths]
+    compiled = dtype == torch.float32 and regions.size <= _LONGEST
+    bits, group = few_bits(format, dense) if compiled else (0, 0)
+    return Phase(
+        regions,
+        shares,
+        dense,
+        tuple(most),
+        tuple(expected),
+        tuple(bounds),
+        tuple(headers),
+        dtype,
+        bits,
+        group,
+        _Code(format),
+    )
+
+
+_LONGEST = 2**31 - 1
+"""The longest vector of compiled passes, whose indices are int32."""
+
+_GROUPS = (8, 16, 32, 64)
+"""How many values may share a scale in compiled passes: blocks of a region have whole scales."""
+
+
+def few_bits(format: Format, dense: bool) -> tuple[int, int]:
+    """Return a format's bits and the values that share a scale, where compiled passes know it."""
+    code = format.value_code
+    if not isinstance(code, FewBits) or code.stochastic or code.scale != "bfloat16":
+        return 0, 0
+    known = code.block in _GROUPS and (dense or format.indices == "packed")
+    return (code.bits, code.block) if known else (0, 0)
+
+
+@dataclass(frozen=True)
+class _Code:
+    """See `sparcel.kernels.phase.Code`."""
+
+    format: Format
+
+    def encode(
+        self,
+        size: int,
+        indices: Tensor | None,
+        values: Tensor,
+        finite: bool | Tensor,
+        turn: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor]:
+        # Python hashes whole numbers alike everywhere.
+        key = hash((self.format.seed, *turn))
+        packet = self.format.encode(SparseStream.unchecked(indices, values, size, finite), key)
+        return formats.whole(packet.message), packet.stream.values
+
+    def decode(
+        self, size: int, dtype: torch.dtype, message: Tensor
+    ) -> tuple[Tensor | None, Tensor, bool | Tensor]:
+        stream = formats.decode([message], Expected(size, dtype, None))
+        return stream.indices, stream.values, stream.finite
+
 
 class Returned(NamedTuple):
     """What the owners returned, over the divisor, and what this rank did for it.
@@ -171,91 +255,3 @@ _ENTERING, _DELIVERING = 2.0, 1.0
 
 _BY_TORCH = 2.5
 """How many times as long it takes in formats that compiled passes do not know."""
-
-
-_ROOM, _SPARE = 2, 64
-"""A message has room for so many times the entries that are expected, and some more: a threshold
-from a sample lets a few more through, and ties may let all through."""
-
-_LONGEST = 2**31 - 1
-"""The longest vector of compiled passes, whose indices are int32."""
-
-_GROUPS = (8, 16, 32, 64)
-"""How many values may share a scale in compiled passes: blocks of a region have whole scales."""
-
-
-@dataclass(frozen=True)
-class _Code:
-    """See `sparcel.kernels.phase.Code`."""
-
-    format: Format
-
-    def encode(
-        self,
-        size: int,
-        indices: Tensor | None,
-        values: Tensor,
-        finite: bool | Tensor,
-        turn: tuple[int, ...],
-    ) -> tuple[Tensor, Tensor]:
-        # Python hashes whole numbers alike everywhere.
-        key = hash((self.format.seed, *turn))
-        packet = self.format.encode(SparseStream.unchecked(indices, values, size, finite), key)
-        return formats.whole(packet.message), packet.stream.values
-
-    def decode(
-        self, size: int, dtype: torch.dtype, message: Tensor
-    ) -> tuple[Tensor | None, Tensor, bool | Tensor]:
-        stream = formats.decode([message], Expected(size, dtype, None))
-        return stream.indices, stream.values, stream.finite
-
-
-@lru_cache(maxsize=1024)
-def phase(regions: Regions, shares: Shares, format: Format, dtype: torch.dtype) -> Phase:
-    """Return the phase in which shares of the regions travel, in values of a dtype."""
-    value_bytes = dtype.itemsize
-    expected, most = [], []
-    for rank in range(regions.ranks):
-        asked = [
-            (last - first, share_of(density, last - first))
-            for _, density, first, last in regions.parts(shares, rank)
-        ]
-        expected.append(sum(wanted for _, wanted in asked))
-        most.append(sum(min(count, _ROOM * wanted + _SPARE) for count, wanted in asked))
-    lengths = [regions.length(rank) for rank in range(regions.ranks)]
-    dense = sum(expected) >= format.dense_from(max(1, regions.size), value_bytes)
-    if dense:
-        expected = most = lengths
-    bounds = [
-        format.nbytes(None if dense else nnz, length, value_bytes)
-        for nnz, length in zip(most, lengths, strict=True)
-    ]
-    headers = [format.blank_header(length, dtype, dense).pack() for length in lengths]
-    compiled = dtype == torch.float32 and regions.size <= _LONGEST
-    bits, group = few_bits(format, dense) if compiled else (0, 0)
-    return Phase(
-        regions,
-        shares,
-        dense,
-        tuple(most),
-        tuple(expected),
-        tuple(bounds),
-        tuple(headers),
-        dtype,
-        bits,
-        group,
-        _Code(format),
-    )
-
-
-def few_bits(format: Format, dense: bool) -> tuple[int, int]:
-    """Return a format's bits and the values that share a scale, where compiled passes know it."""
-    code = format.value_code
-    known = (
-        isinstance(code, FewBits)
-        and not code.stochastic
-        and code.scale == "bfloat16"
-        and code.block in _GROUPS
-        and (dense or format.indices == "packed")
-    )
-    return (code.bits, code.block) if known and isinstance(code, FewBits) else (0, 0)

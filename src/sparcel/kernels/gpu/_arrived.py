@@ -152,7 +152,7 @@ def _indices_at(words, bit, number, kept, bitmap, low_bits, length):
 
 @triton.jit(
     do_not_specialize=[
-        *("size", "ranks", "block_bits", "fixed", "own", "row_bytes", "chunks", "tiles"),
+        *("size", "ranks", "block_bits", "fixed", "own", "row_bytes", "chunks", "tiles")
     ]
 )
 def _place(

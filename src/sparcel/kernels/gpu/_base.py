@@ -95,6 +95,7 @@ def load_inside(x, place, size, WHOLE: tl.constexpr):
 
 @triton.jit
 def store_inside(x, place, value, size, WHOLE: tl.constexpr):
+    """Write entries, of which those beyond the end have no place; see `load_inside`."""
     if WHOLE:
         tl.store(x + place, value)
     else:
@@ -127,10 +128,11 @@ def lower_bound(numbers, low, high, wanted, steps):
 
 
 GROUP = 128
-"""Spans that are counted together."""
+"""Spans of a vector, of which a program takes one, that are counted together."""
 
 _KINDS = 4
-"""Counts of a group: what passes the threshold (0), what is above the k-th (1), its equals (2)."""
+"""Counts of a group. A selection has those of what passes the threshold (0), of what is above the
+k-th largest (1), and of its equals (2); others have one."""
 
 
 def groups_length(spans: int) -> int:

@@ -147,8 +147,8 @@ def _enter_tile(
 @triton.jit
 def _keep(before, after, x, at, size, WHOLE: tl.constexpr, TILE: tl.constexpr):
     """Store a tile, and return by how much the sum of its magnitudes is smaller (float64)."""
-    store_inside(x, at, after, size, WHOLE)
     fell = tl.abs(before) - tl.abs(after)
+    store_inside(x, at, after, size, WHOLE)
     if not WHOLE:
         fell = tl.where(at < size, fell, 0.0)
     return tl.sum(tl.sum(tl.reshape(fell, [TILE // 64, 64]), axis=1).to(tl.float64), axis=0)
@@ -275,8 +275,8 @@ def _deliver_tile(
     at = first + tl.arange(0, TILE)
     values = read_tile(came, place, length, TILE, BITS, GROUP)
     values = tl.div_rn(values, tl.full([TILE], divisor, tl.float32)).to(out.dtype.element_ty)
-    store_inside(out, at, values, size, WHOLE)
     largest = magnitude_bits(values.to(tl.float32))
+    store_inside(out, at, values, size, WHOLE)
     if not WHOLE:
         largest = tl.where(at < size, largest, 0)
     tl.store(finite, False, mask=is_infinite(tl.max(largest, axis=0)))
@@ -334,13 +334,7 @@ def _add_whole(x: Tensor, arrived: Tensor, up: Phase, rank: int) -> Added:
 
 
 def _collect_whole(
-    x: Tensor,
-    arrived: Tensor | None,
-    up: Phase,
-    down: Phase,
-    rank: int,
-    flag: Tensor,
-    fell: Tensor,
+    x: Tensor, arrived: Tensor | None, up: Phase, down: Phase, rank: int, flag: Tensor, fell: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Take out of the own region of ``x`` what all get, after what ``arrived`` is added.
 

@@ -19,14 +19,7 @@ from sparcel import device
 from sparcel.kernels.definitions.select import Addition, bracket_of, index_dtype
 from sparcel.kernels.definitions.select import magnitude_bits as magnitude_bits_of
 from sparcel.kernels.gpu._base import bits_of, bits_width, launch, lower_bound, magnitude_bits
-from sparcel.kernels.gpu._mark import (
-    emit,
-    mark,
-    mark_largest,
-    sample,
-    sum_of,
-    vector_alone,
-)
+from sparcel.kernels.gpu._mark import emit, mark, mark_largest, sample, sum_of, vector_alone
 from sparcel.kernels.gpu._radix import (
     ABOVE,
     BINS,
@@ -330,11 +323,7 @@ def _largest_of_chunks(
     """
     size = x.numel()
     rows, columns = -(-size // chunk), min(_TILE, triton.next_power_of_2(chunk))
-    shape = {
-        "TILES": -(-chunk // columns),
-        "ROWS": _TILE // columns,
-        "COLUMNS": columns,
-    }
+    shape = {"TILES": -(-chunk // columns), "ROWS": _TILE // columns, "COLUMNS": columns}
     kth, counts = x.new_empty(2, rows, dtype=torch.int64)
     room = x.new_empty(rows, dtype=torch.int32)
     programs = -(-rows // shape["ROWS"])
