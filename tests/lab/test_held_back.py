@@ -83,8 +83,11 @@ def test_the_asked_share_of_packets_is_lost() -> None:
     assert 50 < back < 150  # 100, with a standard deviation of 9; 200 if lost on one way alone
 
 
+SLOW, FAST = 40, 200  # Mbit/s
+
+
 @pytest.mark.parametrize("delay_s", [0.0, 0.005])
-@pytest.mark.parametrize(("up", "down"), [(20, 100), (100, 20)])
+@pytest.mark.parametrize(("up", "down"), [(SLOW, FAST), (FAST, SLOW)])
 def test_what_leaves_a_node_and_what_reaches_it_have_rates_of_their_own(
     up: int, down: int, delay_s: float, programs: str
 ) -> None:
@@ -92,16 +95,16 @@ def test_what_leaves_a_node_and_what_reaches_it_have_rates_of_their_own(
     link = Link(up * 10**6, down_bits_per_s=down * 10**6, delay_s=delay_s)
 
     def reached(direction: str) -> float:
-        network = EmulatedNetwork(3, link)
         argv = [sys.executable, programs, "transfer", direction, "2000000"]
-        with network, Workers(network, argv) as workers:
+        with Workers(network, argv) as workers:
             ((_, line),) = workers.lines()
         result = json.loads(line)
         return float(8e-6 * result["bytes"] / result["seconds"])
 
     slow, fast = ("send", "receive") if up < down else ("receive", "send")
-    assert reached(slow) <= 1.2 * 20
-    assert any(1.2 * 20 < reached(fast) <= 1.2 * 40 for _ in range(8))  # busy cores are slower
+    with EmulatedNetwork(3, link) as network:
+        assert reached(slow) <= 1.2 * SLOW
+        assert any(1.2 * SLOW < reached(fast) <= 2.4 * SLOW for _ in range(8))  # cores may be busy
 
 
 _COPY = """

@@ -100,35 +100,32 @@ def test_published_values_can_be_read_after_a_barrier(clients: list[Client]) -> 
             assert answer == f"cmd=get_result rc=0 msg=success value=a#{rank}="
 
 
-def test_a_barrier_waits_for_all(server: PmiServer, clients: list[Client]) -> None:
-    for client in clients[:3]:
+SIZE = "cmd=get_universe_size"
+
+
+def wait_in_barrier(clients: list[Client]) -> None:
+    """Let all enter the barrier; once all are in it, each hears no more than what it asks for."""
+    for client in clients:
         client.say("cmd=barrier_in")
+    for _ in range(2):
+        assert {client.ask(SIZE) for client in clients} == {"cmd=universe_size rc=0 size=4"}
+
+
+def test_a_barrier_waits_for_all(clients: list[Client]) -> None:
+    wait_in_barrier(clients[:3])
     late = clients[3]
     assert late.ask("cmd=init pmi_version=1 pmi_subversion=1").startswith("cmd=response_to_init")
-    for client in clients[:3]:
-        client.socket.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            client.socket.recv(1)
-        client.socket.setblocking(True)
     late.say("cmd=barrier_in")
     assert {client.hear() for client in clients} == {"cmd=barrier_out rc=0"}
 
 
 def test_a_rank_that_dies_in_a_barrier_does_not_count_twice(clients: list[Client]) -> None:
     """The rank must not count both as waiting and as gone."""
-    clients[0].say("cmd=barrier_in")
-    clients[0].socket.shutdown(socket.SHUT_RDWR)
-    for client in clients[1:3]:
-        client.say("cmd=barrier_in")
-    late = clients[3]
-    for _ in range(2):  # the second is answered when all of the above has been seen
-        assert late.ask("cmd=get_universe_size").startswith("cmd=universe_size")
-    for client in clients[1:3]:
-        client.socket.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            client.socket.recv(1)
-        client.socket.setblocking(True)
-    late.say("cmd=barrier_in")
+    wait_in_barrier(clients[:1])
+    clients[0].socket.shutdown(socket.SHUT_WR)
+    assert clients[0].hear() == ""  # the server has seen it
+    wait_in_barrier(clients[1:3])
+    clients[3].say("cmd=barrier_in")
     assert {client.hear() for client in clients[1:]} == {"cmd=barrier_out rc=0"}
 
 
@@ -146,4 +143,4 @@ def test_a_rank_that_dies_leaves_the_others_served(clients: list[Client]) -> Non
     clients[0].say("cmd=get\ncmd=put\nno words at all")
     clients[0].socket.shutdown(socket.SHUT_RDWR)
     for client in clients[1:]:
-        assert client.ask("cmd=get_universe_size") == "cmd=universe_size rc=0 size=4"
+        assert client.ask(SIZE) == "cmd=universe_size rc=0 size=4"

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
+import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -49,7 +50,7 @@ class Rendezvous(ABC):
 
         Raises
         ------
-        CommunicationError
+        OSError, RuntimeError
             When some rank does not connect within the timeout.
         """
 
@@ -98,16 +99,17 @@ T = TypeVar("T")
 
 
 class _Family:
-    """The communicators that were split from one another; the executor ends with the last one.
+    """What communicators share that were split from one another; the executor ends with the last.
 
     They do not refer to one another, so each is collected as soon as nothing else refers to it.
     """
 
-    def __init__(self, executor: Executor) -> None:
-        self.executor = executor
+    def __init__(self, me: int, failure: Failure, device: torch.device) -> None:
+        self.executor, self.traffic = Executor(me, failure), Traffic()
+        self.side: SideStream = SideStream(device)
         # The finalizer only shuts down, and does not wait: the other ranks may drop their
         # communicators later, or never.
-        weakref.finalize(self, executor.shutdown).atexit = False
+        weakref.finalize(self, self.executor.shutdown).atexit = False
 
 
 class ConnectedCommunicator(Communicator):
@@ -120,35 +122,31 @@ class ConnectedCommunicator(Communicator):
     ----------
     rendezvous
         Where the ranks meet; all ranks construct at the same time.
-    parent
-        The communicator from which this one is split.
+    family
+        That of the communicator from which this one is split.
     label
         See `Communicator`.
     """
 
-    def __init__(self, rendezvous: Rendezvous, parent: Self | None = None, label: str = "") -> None:
+    def __init__(
+        self, rendezvous: Rendezvous, family: _Family | None = None, label: str = ""
+    ) -> None:
         self.rendezvous = rendezvous
         self.rank, self.size = rendezvous.rank, len(rendezvous.members)
         self.timeout = rendezvous.timeout
         self._errors = PeerErrors(rendezvous.members, self.rank)
-        # A rank's counter includes the messages of communicators split from its own.
-        self.traffic = Traffic() if parent is None else parent.traffic
-        self.label = label
-        self.closed = False
-        self.engine = rendezvous.engine()
+        with connecting(self._errors.me, rendezvous.members):
+            self.engine = rendezvous.engine()
         self.device, self.carrier = self.engine.device, self.engine.carrier
-        self._side: SideStream = SideStream(self.device) if parent is None else parent._side
-        self._splits = 0
+        self.label, self.closed, self._splits = label, False, 0
         self._failure = rendezvous.failure()
-        self._is_first = parent is None
-        self._family: _Family
-        if parent is None:
-            self._family = _Family(Executor(self._errors.me, self._failure))
+        self._is_first = family is None
+        if family is None:
+            family = _Family(self._errors.me, self._failure, self.device)
         else:
-            self._family = parent._family
-            release = self._family.executor.release
+            release = family.executor.release
             weakref.finalize(self, release, self.engine, self._failure).atexit = False
-        self._executor = self._family.executor
+        self._family, self._executor, self.traffic = family, family.executor, family.traffic
         self.calls, self._in_job = self._executor.calls, self._executor.queue.is_current
         self._executor.engines.append(self.engine)
 
@@ -181,7 +179,7 @@ class ConnectedCommunicator(Communicator):
         """See `Communicator.submit`."""
         self._check_open()
         if self.device.type != "cpu":
-            return submit_beside(self._side, self._executor.submit, job)
+            return submit_beside(self._family.side, self._executor.submit, job)
         return self._executor.submit(job)
 
     def close(self) -> None:
@@ -211,4 +209,4 @@ class ConnectedCommunicator(Communicator):
         self._splits += 1
         label = f"{self._splits}.{colour}"
         meeting = self.rendezvous.subgroup(ranks, label)
-        return type(self)(meeting, self, f"{self.label}/{label}")
+        return type(self)(meeting, self._family, f"{self.label}/{label}")

@@ -10,8 +10,10 @@ from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
-from sparcel import patterns
+from sparcel import _cpu, patterns
+from sparcel.comm.sockets import connect_all, gloo_address
 from sparcel.errors import CommunicationError, MismatchError
 from sparcel.ops import Op
 
@@ -93,6 +95,56 @@ class Engine(Protocol):
 
     def abort(self) -> None:
         """Close the connections, so that peers stop waiting; any thread may call."""
+
+
+class MeshEngine:
+    """What engines between processes have in common: a connection to each other rank.
+
+    The kernel closes a connection when the process at its other end ends.
+
+    Parameters
+    ----------
+    store
+        A store that all ranks share, under a prefix that nothing else uses.
+    names
+        The numbers by which errors name the ranks, by rank.
+    rank
+        This process's rank, an index into ``names``.
+    timeout
+        Seconds that connecting, and an exchange, may take.
+    address
+        Where this rank listens; None: where Gloo would.
+
+    Raises
+    ------
+    OSError, RuntimeError
+        When some rank does not connect within the timeout.
+    """
+
+    device = torch.device("cpu")
+    hides_aborts = False
+
+    def __init__(
+        self, store: Store, names: list[int], rank: int, timeout: float, address: str | None = None
+    ) -> None:
+        self.rank, self.size, self.timeout = rank, len(names), timeout
+        self._errors = PeerErrors(names, rank)
+        sockets = connect_all(store, address or gloo_address(), rank, self.size, timeout)
+        self._mesh = _cpu.Mesh(sockets)
+
+    def probe(self) -> None:
+        """See `Engine.probe`."""
+        for peer in self.lost():
+            raise self._errors.lost(peer)
+
+    def lost(self) -> list[int]:
+        """See `Engine.lost`."""
+        peers: list[int] = self._mesh.broken()
+        return peers
+
+    def abort(self) -> None:
+        """See `Engine.abort`."""
+        self._mesh.shut()
 
 
 class LostPeerError(CommunicationError):

@@ -19,7 +19,6 @@ import time
 from collections.abc import Collection, Generator
 from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
-from ipaddress import ip_address
 
 from torch.distributed.distributed_c10d import Store
 
@@ -387,8 +386,3 @@ def address_towards(host: str) -> str:
         probe.connect(there)  # connecting a datagram socket sends nothing
         own: str = probe.getsockname()[0]
         return own
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether only this machine can reach an address."""
-    return ip_address(address).is_loopback

@@ -6,11 +6,11 @@ left behind however that process ends. No traffic leaves the machine.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from sparcel.errors import InputError
 from sparcel.lab.launch import Ended, Failures, Line, WorkerFailedError, Workers, told_by_survivor
@@ -94,60 +94,68 @@ def run(
             f"faults need an emulated network, got {network.description}; give a --rate, and leave"
             " out --or-loopback"
         )
-    killed: set[int] = set()
     failures = Failures()
-    fault_error: str | None = None
     with (
-        contextlib.ExitStack() as before_the_end,
+        _Causing(faults, network) as causing,
         Workers(network, argv, None, ranks_per_node, mpi) as workers,
     ):
-
-        def cause_faults() -> None:
-            nonlocal fault_error
-            if faults.kill_node is not None:
-                first = faults.kill_node * ranks_per_node
-                killed.update(range(first, first + ranks_per_node))
-            try:
-                _cause(faults, network)
-            except Exception as error:
-                fault_error = f"the fault could not be caused: {error!r}"
-            else:
-                fault_error = None
-
-        if faults.any:
-            fault_error = (
-                f"the ranks had ended before the fault was due, after {faults.after_s:g} s"
-            )
-            timer = threading.Timer(faults.after_s, cause_faults)
-            timer.start()
-            before_the_end.callback(timer.join)
-            before_the_end.callback(timer.cancel)
         for event in workers.events():
             if isinstance(event, Line):
                 _print(event)
-            if isinstance(event, Line) or event.rank not in killed:
+            if isinstance(event, Line) or event.rank // ranks_per_node != causing.killed:
                 failures.note(event)
             if failures.first is not None:
                 workers.close_soon()
         if mpi and not workers.started_mpi:
             _say("no rank became an MPI rank: --mpi serves MPICH and other MPIs that use PMI-1")
-    if fault_error is not None:
-        _say(fault_error)
+    if causing.problem is not None:
+        _say(causing.problem)
     failure = failures.first
     if failure is None:
-        return 0 if fault_error is None else 1
+        return 0 if causing.problem is None else 1
     _say(str(failure))
     return failure.status if failure.status > 0 else 128 - failure.status
 
 
-def _cause(faults: Faults, network: Network) -> None:
-    assert isinstance(network, EmulatedNetwork), "run refuses others"
-    if faults.cut_link is not None:
-        _say(f"the link of node {faults.cut_link} is cut")
-        network.cut_link(faults.cut_link)
-    if faults.kill_node is not None:
-        _say(f"node {faults.kill_node} is killed")
-        network.kill_node(faults.kill_node)
+class _Causing(threading.Timer):
+    """Causes faults when they are due, if that is while it is entered.
+
+    ``problem`` says why they were not caused; ``killed`` is the node that is, or is about to be.
+    """
+
+    def __init__(self, faults: Faults, network: Network) -> None:
+        super().__init__(faults.after_s, self._cause)
+        self._faults, self._network = faults, network
+        self.killed: int | None = None
+        self.problem: str | None = None
+
+    def __enter__(self) -> Self:
+        if self._faults.any:
+            after_s = self._faults.after_s
+            self.problem = f"the ranks had ended before the fault was due, after {after_s:g} s"
+            self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.cancel()
+        if self._faults.any:
+            self.join()
+
+    def _cause(self) -> None:
+        faults, network = self._faults, self._network
+        assert isinstance(network, EmulatedNetwork), "run refuses others"
+        self.killed = faults.kill_node
+        try:
+            if faults.cut_link is not None:
+                _say(f"the link of node {faults.cut_link} is cut")
+                network.cut_link(faults.cut_link)
+            if faults.kill_node is not None:
+                _say(f"node {faults.kill_node} is killed")
+                network.kill_node(faults.kill_node)
+        except Exception as error:
+            self.problem = f"the fault could not be caused: {error!r}"
+        else:
+            self.problem = None
 
 
 def _print(line: Line) -> None:

@@ -21,9 +21,6 @@ class Link:
     ----------
     rate_bits_per_s
         Rate in each direction, Ethernet headers included.
-    burst_bytes
-        Bytes that may pass at once after an idle time. The burst must cover the largest packet that
-        TCP hands to the link (64 KiB), and the rate times the kernel's timer error.
     queue_s
         Seconds that a packet may wait for the link, in addition to a round trip's delay; a full
         queue drops packets.
@@ -45,7 +42,6 @@ class Link:
     """
 
     rate_bits_per_s: int = 10**9
-    burst_bytes: int = 128 * 1024
     queue_s: float = 0.05
     mtu_bytes: int = 1500
     down_bits_per_s: int | None = None

@@ -71,7 +71,7 @@ class EmulatedNetwork(AbstractContextManager["EmulatedNetwork"]):
 
     def _start(self) -> None:
         """Start the switch; receive descriptors: user, mnt, pid, ipc, and each node's net, uts."""
-        self._control, theirs = socket.socketpair()
+        self._control, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         settings = {
             "socket": theirs.fileno(),
             "names": self._names,
@@ -95,7 +95,6 @@ class EmulatedNetwork(AbstractContextManager["EmulatedNetwork"]):
             if message != b"ready":
                 raise LabUnavailableError(message.decode() or self._last_error())
             for _ in range(self.nodes):
-                self._control.sendall(b"n")
                 self._namespaces += socket.recv_fds(self._control, 4, 2)[1]
         except BaseException:
             self.close()
@@ -171,7 +170,6 @@ def _require_tools() -> None:
 
 
 _PORTS = range(20_000, 30_000)
-
 _GUARD = Path(__file__).with_name("guard.py")
 
 
@@ -229,7 +227,7 @@ class Loopback(AbstractContextManager["Loopback"]):
 
 Network = EmulatedNetwork | Loopback
 
-_MOST_NODES = 250  # one message carries at most 253 descriptors, three of them shared namespaces
+_MOST_NODES = 250  # more than the cores of one machine would run at the rate of a link
 
 
 def open_network(nodes: int, link: Link | None) -> Network:

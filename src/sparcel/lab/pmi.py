@@ -9,17 +9,16 @@ unchanged, and the survivors of a failure keep running.
 
 from __future__ import annotations
 
-import contextlib
-import selectors
 import socket
 import threading
 import uuid
+from contextlib import suppress
 
 _LONGEST = {"kvsname_max": "256", "keylen_max": "64", "vallen_max": "4096"}
 
 
 class PmiServer:
-    """Answers the ranks of one program until it is closed.
+    """Answers the ranks of one program, each on a thread of its own, until it is closed.
 
     Parameters
     ----------
@@ -38,6 +37,7 @@ class PmiServer:
         self._values = {"PMI_process_mapping": f"(vector,(0,{nodes},{ranks_per_node}))"}
         self._waiting: list[socket.socket] = []
         self._gone = 0
+        self._lock = threading.Lock()
         # MPICH derives the names of shared memory from this, so it must be unique on the machine.
         space = f"sparcel-{uuid.uuid4()}"
         self._answers = {
@@ -48,19 +48,13 @@ class PmiServer:
             "get_universe_size": {"cmd": "universe_size", "size": str(self._ranks)},
             "finalize": {"cmd": "finalize_ack"},
         }
-        self._selector = selectors.DefaultSelector()
-        self._ours, theirs = zip(*(socket.socketpair() for _ in range(self._ranks)), strict=True)
-        self._theirs: list[socket.socket] = list(theirs)
-        for end in self._ours:
-            self._selector.register(end, selectors.EVENT_READ, bytearray())
-        self._stop, stopped = socket.socketpair()
-        self._selector.register(stopped, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, args=(stopped,), daemon=True)
-        self._thread.start()
+        self._ends = [socket.socketpair() for _ in range(self._ranks)]
+        for ours, _ in self._ends:
+            threading.Thread(target=self._serve, args=(ours,), daemon=True).start()
 
     def descriptor(self, rank: int) -> int:
         """Return the open file that the rank's process must inherit."""
-        return self._theirs[rank].fileno()
+        return self._ends[rank][1].fileno()
 
     def environment(self, rank: int) -> dict[str, str]:
         """Return the environment variables that lead the rank's process to the server."""
@@ -72,31 +66,18 @@ class PmiServer:
 
     def started(self, rank: int) -> None:
         """Close this copy of the rank's end of the socket, once its process has inherited it."""
-        self._theirs[rank].close()
+        self._ends[rank][1].close()
 
-    def _serve(self, stopped: socket.socket) -> None:
-        while True:
-            for key, _ in self._selector.select():
-                end = key.fileobj
-                assert isinstance(end, socket.socket)
-                if end is stopped:
-                    stopped.close()
-                    return
-                try:
-                    received = end.recv(4096)
-                except ConnectionError:
-                    received = b""
-                if not received:
-                    self._selector.unregister(end)
-                    self._waiting = [waiting for waiting in self._waiting if waiting is not end]
-                    self._gone += 1
-                    self._release()
-                    continue
-                key.data.extend(received)
-                *lines, rest = bytes(key.data).split(b"\n")
-                key.data[:] = rest
+    def _serve(self, end: socket.socket) -> None:
+        with end:
+            with suppress(OSError), end.makefile(errors="replace") as lines:
                 for line in lines:
-                    self._reply(end, line.decode(errors="replace"))
+                    with self._lock:
+                        self._reply(end, line)
+            with self._lock:
+                self._gone += 1
+                self._waiting = [waiting for waiting in self._waiting if waiting is not end]
+                self._release()
 
     def _reply(self, end: socket.socket, line: str) -> None:
         self.used = True
@@ -130,15 +111,14 @@ class PmiServer:
 
     def close(self) -> None:
         """Stop the server."""
-        self._stop.close()
-        self._thread.join()
-        self._selector.close()
-        for end in (*self._ours, *self._theirs):
-            end.close()
+        for ours, theirs in self._ends:
+            theirs.close()
+            with suppress(OSError):  # its thread has ended
+                ours.shutdown(socket.SHUT_RDWR)
 
 
 def _send(end: socket.socket, answer: dict[str, str]) -> None:
     words = {"cmd": answer["cmd"], "rc": "0", **answer}  # some clients need this order
     line = " ".join(f"{key}={value}" for key, value in words.items())
-    with contextlib.suppress(OSError):  # the rank has died, which its exit status tells
+    with suppress(OSError):  # the rank has died, which its exit status tells
         end.sendall((line + "\n").encode())

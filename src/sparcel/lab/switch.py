@@ -31,6 +31,10 @@ from typing import Any
 _CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000
 _MS_BIND = 4096
 _OWN = ("user", "mnt", "pid", "ipc")
+_BURST_BYTES = 128 * 1024
+"""Bytes that may pass at once after an idle time: at least the largest packet that TCP hands to a
+link (64 KiB), and the rate times the kernel's timer error."""
+
 _NETEM_PACKETS = 10**6  # far more than are ever under way, as senders wait for acknowledgements
 
 # Of Linux's packet sockets: names that Python does not have.
@@ -103,9 +107,9 @@ def _down_bits_per_s(link: dict[str, Any]) -> int:
 
 def _limit(ip: Any, index: int, rate: int, link: dict[str, Any], **place: str) -> None:
     """Limit the rate of packets that leave through an interface, by a token bucket."""
-    queue_bytes = int(rate / 8 * _longest_wait_s(link)) + link["burst_bytes"]
-    limits = {"burst": link["burst_bytes"], "limit": min(queue_bytes, 2**32 - 1)}
-    ip.tc("add", "tbf", index, rate=rate / 8, **limits, **place)
+    queue_bytes = int(rate / 8 * _longest_wait_s(link)) + _BURST_BYTES
+    limit = min(queue_bytes, 2**32 - 1)
+    ip.tc("add", "tbf", index, rate=rate / 8, burst=_BURST_BYTES, limit=limit, **place)
 
 
 def _limit_port(ip: Any, index: int, link: dict[str, Any]) -> None:
@@ -316,7 +320,6 @@ def main() -> None:
         own = [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in _OWN]
         socket.send_fds(parent, [b"ready"], own)
         for node in nodes:
-            parent.recv(1)  # the parent asks for each message, so that two never merge
             socket.send_fds(parent, [b"node"], node)
         for descriptor in own:
             os.close(descriptor)

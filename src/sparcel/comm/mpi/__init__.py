@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Self
 
@@ -22,7 +23,6 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub leaves it out
 from torch.distributed.distributed_c10d import PrefixStore
 
-from sparcel import _cpu
 from sparcel.comm.communicator import exchanging
 from sparcel.comm.connected import ConnectedCommunicator, Rendezvous, connecting
 from sparcel.comm.mpi.engine import MpiEngine, abandoned
@@ -31,8 +31,6 @@ from sparcel.comm.sockets import (
     LOOPBACK,
     address_of_interface,
     address_towards,
-    connect_all,
-    is_loopback,
 )
 from sparcel.errors import InputError
 
@@ -48,6 +46,9 @@ class MpiCommunicator(ConnectedCommunicator):
     Messages travel on a duplicate of that communicator, so they never mix with the program's own.
     `sparcel.comm.resolve` makes one of an MPI communicator; `of` makes one with another timeout.
     """
+
+    engine: MpiEngine
+    _failure: MpiFailure
 
     @classmethod
     def of(cls, comm: MPI.Intracomm, timeout: float = _TIMEOUT_SECONDS) -> Self:
@@ -69,7 +70,6 @@ class MpiCommunicator(ConnectedCommunicator):
             When some rank does not connect within ``timeout`` seconds.
         """
         connected = cls(MpiRendezvous.of(comm, timeout))
-        assert isinstance(connected._failure, MpiFailure), "MpiRendezvous makes it"
         watch_at_exit(connected._failure, connected._executor)
         return connected
 
@@ -80,7 +80,6 @@ class MpiCommunicator(ConnectedCommunicator):
         """See `Communicator.gather_parts`; MPI's own all-gather carries small messages."""
         if at_most > _PADDED_BYTES:
             return super().gather_parts(parts, at_most, control)
-        assert isinstance(self.engine, MpiEngine), "MpiRendezvous makes it"
         messages = self.engine.gather(parts, at_most, self.calls.fingerprint)
         lengths = [other.numel() for other in messages]
         own = lengths.pop(self.rank)
@@ -156,10 +155,8 @@ class MpiRendezvous(Rendezvous):
 
     def engine(self) -> MpiEngine:
         """See `Rendezvous.engine`."""
-        with connecting(self.members[self.rank], self.members):
-            store, size = PrefixStore("idle", self.store), len(self.members)
-            sockets = connect_all(store, self.address, self.rank, size, self.timeout)
-        return MpiEngine(self.comm, _cpu.Mesh(sockets), self.members, self.rank, self.timeout)
+        store = PrefixStore("idle", self.store)
+        return MpiEngine(self.comm, store, self.members, self.rank, self.timeout, self.address)
 
     def failure(self) -> MpiFailure:
         """See `Rendezvous.failure`."""
@@ -249,7 +246,7 @@ def _host(one_machine: bool) -> str:
     for elsewhere in _ELSEWHERE:
         with suppress(OSError):
             address = address_towards(elsewhere)
-            if not is_loopback(address):
+            if not ip_address(address).is_loopback:
                 return address
     raise OSError(
         "rank 0's machine has no route to the other machines; name the interface to use in"

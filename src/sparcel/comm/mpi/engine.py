@@ -20,9 +20,10 @@ from collections.abc import Sequence
 import torch
 from mpi4py import MPI
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 from sparcel import _cpu
-from sparcel.comm.engine import Arrived, Bounds, Leaving, PeerErrors, whole
+from sparcel.comm.engine import Arrived, Bounds, Leaving, MeshEngine, whole
 from sparcel.errors import MismatchError
 from sparcel.ops import Op
 
@@ -54,33 +55,30 @@ abandoned: list[object] = []
 """Requests that never completed, with their buffers, to which MPI may still write."""
 
 
-class MpiEngine:
+class MpiEngine(MeshEngine):
     """An MPI communicator that one communicator of sparcel uses.
 
     Parameters
     ----------
     comm
         An MPI communicator that nothing else uses.
-    idle
-        Connections to the other ranks, on which nobody writes.
-    names
-        The numbers by which errors name the ranks, by rank.
-    rank
-        This process's rank, an index into ``names``.
-    timeout
-        Seconds that an exchange may take.
+    store, names, rank, timeout, address
+        As for `MeshEngine`, on whose connections nobody writes.
     """
 
-    device = torch.device("cpu")
     carrier = "MPI"
-    hides_aborts = False
 
     def __init__(
-        self, comm: MPI.Intracomm, idle: _cpu.Mesh, names: list[int], rank: int, timeout: float
+        self,
+        comm: MPI.Intracomm,
+        store: Store,
+        names: list[int],
+        rank: int,
+        timeout: float,
+        address: str,
     ) -> None:
-        self.rank, self.size, self.timeout = rank, len(names), timeout
-        self._errors = PeerErrors(names, rank)
-        self._comm, self._idle = comm, idle
+        super().__init__(store, names, rank, timeout, address)
+        self._comm = comm
         # The standard defines this for the world alone: Open MPI's other communicators lack it.
         largest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
         assert isinstance(largest, int)
@@ -174,18 +172,10 @@ class MpiEngine:
         if sent is not tensor:
             tensor.copy_(sent)
 
-    def probe(self) -> None:
-        """Do nothing: the waiting thread checks for dead peers itself."""
-
-    def lost(self) -> list[int]:
-        """See `Engine.lost`."""
-        peers: list[int] = self._idle.broken()
-        return peers
-
     def abort(self) -> None:
         """See `Engine.abort`."""
         self._aborted = True
-        self._idle.shut()
+        super().abort()
 
     def _wait(
         self,

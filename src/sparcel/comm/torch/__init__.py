@@ -79,6 +79,7 @@ class TorchCommunicator(ConnectedCommunicator):
 class NcclCommunicator(TorchCommunicator):
     """Ranks of a process group with NCCL, with messages on their GPUs."""
 
+    engine: NcclEngine
     all_to_all = Communicator.all_to_all
 
     @exchanging
@@ -89,7 +90,6 @@ class NcclCommunicator(TorchCommunicator):
         if not isinstance(messages, Tensor):
             others = {rank: one for rank, one in enumerate(messages) if rank != self.rank}
             messages = as_rows(others, self.size, row_bytes(bounds))
-        assert isinstance(self.engine, NcclEngine), "TorchRendezvous makes it"
         arrived = self.engine.swap(messages, self.calls.fingerprint)
         self._count(messages[0])
         return arrived
@@ -102,7 +102,6 @@ class NcclCommunicator(TorchCommunicator):
         rows = as_rows({0: message}, 1, row_bytes(bounds))
         if self.size == 1:
             return rows
-        assert isinstance(self.engine, NcclEngine), "TorchRendezvous makes it"
         arrived = self.engine.spread(rows[0], self.calls.fingerprint)
         self._count(rows[0])
         return arrived
@@ -112,7 +111,6 @@ class NcclCommunicator(TorchCommunicator):
         """See `Communicator.gather_blocks`; for payload the host waits for nothing."""
         if control or self.size == 1:
             return super().gather_blocks(block, nbytes, control)
-        assert isinstance(self.engine, NcclEngine), "TorchRendezvous makes it"
         rows = self.engine.gather(block, max(nbytes), self.calls.fingerprint)
         self._count(rows[0])
         return torch.cat([row[:length] for row, length in zip(rows, nbytes, strict=True)])
@@ -224,12 +222,11 @@ class TorchRendezvous(Rendezvous):
 
     def engine(self) -> Engine:
         """See `Rendezvous.engine`."""
-        with connecting(self.members[self.rank], self.members):
-            if self.backend == "nccl":
-                store = PrefixStore("idle", self.store)
-                return NcclEngine(store, self.members, self.rank, self.timeout, self.device)
-            seconds = self.timeout if self.address is None else min(self.timeout, _SOON_SECONDS)
-            engine = GlooEngine(self.below("gloo"), self.members, self.rank, seconds, self.address)
+        if self.backend == "nccl":
+            store = PrefixStore("idle", self.store)
+            return NcclEngine(store, self.members, self.rank, self.timeout, self.device)
+        seconds = self.timeout if self.address is None else min(self.timeout, _SOON_SECONDS)
+        engine = GlooEngine(self.below("gloo"), self.members, self.rank, seconds, self.address)
         engine.timeout = self.timeout
         return engine
 

@@ -15,57 +15,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # it is documented
 
-from sparcel import _cpu
-from sparcel.comm.engine import Arrived, Bounds, Leaving, PeerErrors, reduce_around
-from sparcel.comm.sockets import connect_all, gloo_address
+from sparcel.comm.engine import Arrived, Bounds, Leaving, MeshEngine, reduce_around
 from sparcel.ops import Op
 
 _LATE, _OTHER_LENGTH, _OTHER_CALL = 2, 3, 4
 """The faults of an exchange but a lost connection, numbered as in `csrc/mesh/mesh.hpp`."""
 
 
-class GlooEngine:
-    """A mesh of connections, for one communicator.
+class GlooEngine(MeshEngine):
+    """A mesh of connections, for one communicator."""
 
-    Parameters
-    ----------
-    store
-        A store that all ranks share, under a prefix that nothing else uses.
-    names
-        The numbers by which errors name the ranks, by rank.
-    rank
-        This process's rank, an index into ``names``.
-    timeout
-        Seconds that connecting, and an exchange, may take.
-    address
-        Where this rank listens; None: where Gloo would.
-
-    Raises
-    ------
-    OSError, RuntimeError
-        When some rank does not connect within the timeout.
-    """
-
-    device = torch.device("cpu")
     carrier = "Gloo"
-    hides_aborts = False
-
-    def __init__(
-        self,
-        store: Store,
-        names: list[int],
-        rank: int,
-        timeout: float,
-        address: str | None = None,
-    ) -> None:
-        self.rank, self.size, self.timeout = rank, len(names), timeout
-        self._errors = PeerErrors(names, rank)
-        self.waiting = False
-        sockets = connect_all(store, address or gloo_address(), rank, self.size, timeout)
-        self._mesh = _cpu.Mesh(sockets)
+    waiting = False
 
     def exchange(self, sends: Leaving, receives: Bounds, call: int, control: int) -> Arrived:
         """See `Engine.exchange`; parts are uint8 and contiguous, and messages arrive whole.
@@ -127,20 +90,6 @@ class GlooEngine:
             self.waiting = False
         if fault:
             raise self._error(fault, peer, length, arriving[peer])
-
-    def probe(self) -> None:
-        """See `Engine.probe`."""
-        for peer in self.lost():
-            raise self._errors.lost(peer)
-
-    def lost(self) -> list[int]:
-        """See `Engine.lost`."""
-        peers: list[int] = self._mesh.broken()
-        return peers
-
-    def abort(self) -> None:
-        """See `Engine.abort`."""
-        self._mesh.shut()
 
     def _error(self, fault: int, peer: int, length: int, expected: int | str) -> Exception:
         if fault == _OTHER_CALL:

@@ -37,9 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from sparcel import _cpu
-from sparcel.comm.engine import ALL_CONTROL, Arrived, Bounds, Leaving, LostPeerError, PeerErrors
-from sparcel.comm.sockets import connect_all, gloo_address
+from sparcel.comm.engine import ALL_CONTROL, Arrived, Bounds, Leaving, LostPeerError, MeshEngine
 from sparcel.device import later, put, read
 from sparcel.ops import Op
 
@@ -58,26 +56,15 @@ Pair = tuple[int, Tensor, Tensor]
 """A peer, what it gets, and where what it sends goes."""
 
 
-class NcclEngine:
-    """An NCCL process group for one communicator.
+class NcclEngine(MeshEngine):
+    """NCCL's connections, and idle ones, for one communicator.
 
     Parameters
     ----------
-    store
-        A store that all ranks share, under a prefix that nothing else uses.
-    members
-        The rank of each process in the default group.
-    rank
-        This process's rank, an index into ``members``.
-    timeout
-        Seconds that connecting, and an exchange, may take.
+    store, members, rank, timeout
+        As for `MeshEngine`; the members are ranks in the default group.
     device
         This process's GPU.
-
-    Raises
-    ------
-    OSError, RuntimeError
-        When some rank does not connect within the timeout.
     """
 
     carrier = "NCCL"
@@ -86,10 +73,8 @@ class NcclEngine:
     def __init__(
         self, store: Store, members: list[int], rank: int, timeout: float, device: torch.device
     ) -> None:
-        self.rank, self.size, self.timeout = rank, len(members), timeout
+        super().__init__(store, members, rank, timeout)
         self.device = device
-        self._errors = PeerErrors(members, rank)
-        self._idle = _cpu.Mesh(connect_all(store, gloo_address(), rank, self.size, timeout))
         self._group = self._joined(members)
         self._works: Sequence[dist.Work] = ()
         self._since = time.monotonic()
@@ -168,20 +153,14 @@ class NcclEngine:
 
     def probe(self) -> None:
         """See `Engine.probe`; raises as well when a transfer takes longer than the timeout."""
-        for peer in self.lost():
-            raise self._errors.lost(peer)
+        super().probe()
         if self.waiting and time.monotonic() - self._since > self.timeout:
             raise self._errors.late(self.timeout)
-
-    def lost(self) -> list[int]:
-        """See `Engine.lost`."""
-        peers: list[int] = self._idle.broken()
-        return peers
 
     def abort(self) -> None:
         """See `Engine.abort`."""
         self._aborted = True
-        self._idle.shut()
+        super().abort()
         self._group.abort()
 
     def _joined(self, members: list[int]) -> dist.ProcessGroup:
