@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparcel.data.available import available
+from sparcel.data.shared import available
 
 
 @pytest.mark.parametrize(

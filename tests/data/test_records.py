@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel.data.records import pack, unpack
+from sparcel.data.source import pack, unpack
 from sparcel.errors import InputError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.complex64)

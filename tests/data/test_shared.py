@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel.data.memory_file import MemoryFile
 from sparcel.data.shared import Shared
 from sparcel.errors import InputError, SparcelWarning
 from tests.data.sources import killed_after, processes, put_on, record_of
@@ -71,14 +70,14 @@ def test_a_part_that_is_held_already_stays_where_it_is_and_is_let_go():
 
 
 def test_a_record_that_comes_meanwhile_is_not_harmed_by_asking_what_can_be_freed(monkeypatch):
-    shared, free = Shared(40, 4 << 20), MemoryFile.free
+    shared, free = Shared(40, 4 << 20), Shared._free
 
     def put_before(*freed):
         shared.put(3, record_of(3))
         free(*freed)
 
     with monkeypatch.context() as patched:
-        patched.setattr(MemoryFile, "free", put_before)
+        patched.setattr(Shared, "_free", put_before)
         assert shared.hold(None)
     assert bytes(shared.get(3)).startswith(record_of(3))
 

@@ -16,11 +16,9 @@ from torch.utils.data import Dataset
 from sparcel import units
 from sparcel._checks import check_callable, check_type, checked_whole
 from sparcel.comm import Group, resolve_or_alone
-from sparcel.data.database import Database, UnusableError
-from sparcel.data.disk import Disk
-from sparcel.data.records import pack, unpack
+from sparcel.data.disk import Disk, UnusableError
 from sparcel.data.shared import Shared, check_memory, shared_by_node
-from sparcel.data.source import Source
+from sparcel.data.source import Source, pack, unpack
 from sparcel.errors import InputError, warn
 
 NOT_READ, NOT_WRITTEN, TORN, NO_MEMORY, NOT_FREED = range(5)
@@ -202,18 +200,19 @@ class Cached(Dataset[Any]):
         if not places or self._disk is None:
             return {}
         try:
-            records, torn = self._disk.get(places)
+            records = self._disk.get(places)
         except UnusableError as error:
             self._disk = None
             self._say_once(NOT_READ, f"{error}; samples are read from the source")
             return {}
-        samples = {}
+        samples, torn = {}, []
         for place, record in records.items():
             try:
-                samples[place] = unpack(bytearray(record))
-            except Exception:  # whatever a pickle raises whose class is gone, say
+                samples[place] = unpack(record)
+            except Exception:  # it is torn, or a pickle whose class is gone, say
                 torn.append(place)
         if torn:
+            self._disk.drop(torn)
             self._say_once(TORN, f"sample {torn[0]} was torn on disk; such samples are read anew")
         return samples
 
@@ -243,7 +242,7 @@ class Cached(Dataset[Any]):
         path = os.path.abspath(folder)  # a process may change its folder
         if os.path.exists(path) and not os.path.isdir(path):
             raise InputError(f"folder must be a folder, and {path} is a file")
-        disk = Disk(Database(Path(path), identity))
+        disk = Disk(Path(path), identity, len(self))
         try:
             disk.open(self._source.still_has, looks)
         except UnusableError as error:

@@ -1,54 +1,159 @@
-"""Records on a local disk, which survive runs."""
+"""Records in a folder of a local disk, which survive runs: who may make them anew, and when."""
 
 from __future__ import annotations
 
+import fcntl
 import os
-import sqlite3
-from collections.abc import Callable, Iterable, Iterator
+import random
+import secrets
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from threading import Lock
+from pathlib import Path
 from typing import Any
-from weakref import WeakSet
+from weakref import finalize
 
-from sparcel.data.database import Database, UnusableError, checksum, is_broken, is_whole
-from sparcel.errors import SparcelError
+import numpy as np
+import numpy.typing as npt
 
-_LARGEST = 900 << 20
-"""Bytes of a record; SQLite's own limit is 10⁹."""
+from sparcel._files import lock, locked, open_lock, real, regular, replacing
+from sparcel.data.records import LARGEST, UNIT, Records, entry_of, up_to
+from sparcel.errors import SparcelError, warn
 
-_lock = Lock()
-"""Held while a thread uses a connection or forks: a child must not find it in another's hands."""
+NAME = "sparcel-samples"
+
+_MAGIC = b"sparcel samples\n"
+_HEAD = struct.Struct("<16sQI")
+"""The magic, the length of the text that says what the samples are of, and a checksum of both and
+of the text. The text follows, then the index."""
+_CRC_BYTES = 4
+
+
+class UnusableError(Exception):
+    """The store cannot be used, or not any longer; the message says why."""
+
+
+class _ForeignError(UnusableError):
+    """The file is another program's."""
+
+
+class _File(Records):
+    """A file of records that end with a checksum, as the machine may crash while they are written.
+
+    It is not mapped: where a disk is full or a file was cut off, that would end the process.
+    Whoever appends holds a lock (flock) on a file beside it, because who may only read this one
+    could lock it, too.
+    """
+
+    def __init__(self, path: Path, identity: str, length: int, read_only: bool) -> None:
+        regular(path, links=False)
+        flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        file = os.open(path, flags | (os.O_RDONLY if read_only else os.O_RDWR))
+        self._index_at = up_to(UNIT, _HEAD.size + len(identity.encode()))
+        super().__init__(file, self._index_at + 8 * length)
+        self._lock = path.with_name(f"{NAME}.append.lock")
+        head = os.pread(file, _HEAD.size, 0)
+        if head[: len(_MAGIC)] != _MAGIC[: len(head)]:
+            raise _ForeignError(f"{path} was not written by sparcel")
+        _, size, crc = _HEAD.unpack(head.ljust(_HEAD.size, b"\0"))
+        text = os.pread(file, min(size, os.fstat(file).st_size), _HEAD.size)
+        if crc != zlib.crc32(head[:-_CRC_BYTES] + text):
+            raise UnusableError(f"{path} is broken")
+        if (found := text.decode()) != identity:
+            raise UnusableError(f"{path} has samples of {found}, not of {identity}")
+
+    @staticmethod
+    def make(path: Path, identity: str) -> None:
+        """Make a file without records, like the one that it takes the place of."""
+        text = identity.encode()
+        head = _HEAD.pack(_MAGIC, len(text), 0)[:-_CRC_BYTES]
+        with replacing(path, links=False, lasting=False) as file:
+            file.write(head + zlib.crc32(head + text).to_bytes(_CRC_BYTES, "little") + text)
+
+    def entry(self, place: int) -> int:
+        return int.from_bytes(os.pread(self.descriptor, 8, self._index_at + 8 * place), "little")
+
+    def enter(self, place: int, entry: int) -> None:
+        """Write the entry of a sample; 0 if there is none any longer."""
+        self.write(entry.to_bytes(8, "little"), self._index_at + 8 * place)
+
+    def put(self, records: Mapping[int, bytes]) -> None:
+        """Append records, one after the other, of samples that have none."""
+        new = {
+            place: _with_checksum(place, record)
+            for place, record in records.items()
+            if len(record) + _CRC_BYTES <= LARGEST and not self.entry(place)
+        }
+        lengths = [*map(len, new.values())]
+        with locked(self._lock):
+            offset = self.reserve(sum(lengths))
+        self.write(b"".join(new.values()), offset)
+        for place, length in zip(new, lengths, strict=True):
+            self.enter(place, entry_of(offset, length))
+            offset += length
+
+    def get(self, place: int) -> npt.NDArray[np.uint8] | None:
+        """Return the record of a sample, which is empty where it was torn, or None."""
+        record = self.read(place)
+        if record is None:
+            return None
+        content, crc = record[:-_CRC_BYTES], record[-_CRC_BYTES:].tobytes()
+        return content if _checksum(place, content) == crc else content[:0]
+
+    def at_random(self, count: int) -> Iterator[tuple[int, bytes]]:
+        """Yield whole records at random, of so many samples; torn ones count as none."""
+        content = os.pread(self.descriptor, self.first - self._index_at, self._index_at)
+        places = np.flatnonzero(np.frombuffer(content, "<u8", len(content) // 8)).tolist()
+        for place in random.sample(places, min(count, len(places))):
+            record = self.get(place)
+            if record is not None and len(record):
+                yield place, record.tobytes()
+
+
+def _with_checksum(place: int, record: bytes) -> bytes:
+    content = record.ljust(up_to(UNIT, len(record) + _CRC_BYTES) - _CRC_BYTES, b"\0")
+    return content + _checksum(place, content)
+
+
+def _checksum(place: int, content: Any) -> bytes:
+    return zlib.crc32(content, place & 0xFFFFFFFF).to_bytes(_CRC_BYTES, "little")
 
 
 class Disk:
     """A key-value store in a folder, by sample index; call `open` first, or unpickle an open one.
 
-    Any number of processes and runs may use it at once. Transactions are SQLite's, with a
-    write-ahead log: a process that is killed leaves the last complete one. SQLite's connections
-    must not pass a fork, so a process closes its own before it forks, and opens another when it
-    needs one.
+    Any number of processes and runs may use it at once. Whoever uses it holds a shared lock (flock)
+    on a file beside it. It is replaced under an exclusive lock, so by a process that is alone. What
+    that file contains, if anything, is why the records must be made anew. No link in the folder is
+    followed.
 
-    Attributes
+    Parameters
     ----------
+    folder
+        It is made if need be.
+    identity
+        What the samples are of.
+    length
+        Their number.
     read_only
-        Whether nothing should be put.
+        Whether nothing can be put, as in a folder that can't be written, which then has no lock.
+        `open` finds out.
     """
 
-    def __init__(self, database: Database) -> None:
-        self._database, self.read_only = database, database.read_only
-        self._connection: sqlite3.Connection | None = None
-        _all.add(self)
+    def __init__(self, folder: Path, identity: str, length: int, read_only: bool = False) -> None:
+        self.path, self.read_only = folder / f"{NAME}.records", read_only
+        self._identity, self._length = identity, length
+        self._file: _File | None = None
+        self._lock: int | None = None
 
     def __reduce__(self) -> Any:
-        return Disk, (self._database,)
-
-    def __del__(self) -> None:
-        # In Python 3.11 a connection is part of a cycle and lives until the collector comes.
-        # Without the lock, which goes now, others may replace the database: so it is closed here.
-        self._disconnect()
+        return Disk, (self.path.parent, self._identity, self._length, self.read_only)
 
     def open(self, is_alike: Callable[[int, bytes], bool], looks: int) -> None:
-        """Make the database if there is none, or none of these samples, and connect to it.
+        """Make the file if there is none, or none of these samples, and open it.
+
+        A warning says why a file is replaced.
 
         Parameters
         ----------
@@ -63,109 +168,138 @@ class Disk:
         UnusableError
             When the folder cannot be used now, or others use it for something else.
         """
-        database = self._database
         try:
             with self._errors():
-                fault, looked = database.examine(looks)
+                is_alone = self._take()
+                fault, is_foreign = self._fault()
+                looked = [] if fault else [*self._opened().at_random(looks)]
             changed = [place for place, record in looked if not is_alike(place, record)]
             with self._errors():
                 if changed:
-                    database.condemn(f"sample {changed[0]} of the source changed")
-                    fault = f"sample {changed[0]} of the source is not the one of {database.path}"
-                database.settle(fault)
-                self.read_only = database.read_only
-                with _lock:
-                    self._connected()
+                    self._condemn(f"sample {changed[0]} of the source changed")
+                    fault = f"sample {changed[0]} of the source is not the one of {self.path}"
+                if fault:
+                    self._make_anew(fault, is_foreign, is_alone)
+                self._hold(fcntl.LOCK_SH)
+                self._opened()
         except BaseException:
-            database.leave()  # a traceback may keep this object, and others wait for the lock
+            self._leave()  # a traceback may keep this object, and others wait for the lock
             raise
 
     @property
     def used(self) -> int:
-        """The bytes of the database and its log."""
-        found, path = 0, self._database.path
-        for file in (path, path.with_name(path.name + "-wal")):
-            with suppress(OSError):  # other processes remove the log, and people the folder
-                found += file.stat().st_size
-        return found
+        """The bytes of the file."""
+        try:
+            return self.path.stat().st_size
+        except OSError:  # people remove the folder
+            return 0
 
-    def get(self, places: Iterable[int]) -> tuple[dict[int, bytes], list[int]]:
-        """Return the records that are there, by place, and the places of broken ones.
+    def get(self, places: Iterable[int]) -> dict[int, npt.NDArray[np.uint8]]:
+        """Return the records that are there, by place; torn ones are empty.
 
         Raises
         ------
         UnusableError
-            When the database is broken. It is made anew when a process is next alone with it.
+            When the file cannot be read.
         """
-        found, broken = {}, []
-        query = "SELECT crc, record FROM samples WHERE place = ?"
-        with _lock, self._errors():
-            for place in places:
-                for crc, record in self._connected().execute(query, (place,)).fetchall():
-                    if is_whole(place, crc, record):
-                        found[place] = record
-                    else:
-                        broken.append(place)
-        return found, broken
+        with self._errors():
+            file = self._opened()
+            records = {place: file.get(place) for place in places}
+        return {place: record for place, record in records.items() if record is not None}
 
-    def put(self, records: dict[int, bytes]) -> None:
-        """Keep records, all or none; those of more than 900 MiB are never kept.
+    def drop(self, places: Iterable[int]) -> None:
+        """Forget records that are of no use, so that others take their place."""
+        with suppress(UnusableError), self._errors():
+            for place in () if self.read_only else places:
+                self._opened().enter(place, 0)
+
+    def put(self, records: Mapping[int, bytes]) -> None:
+        """Keep records; those of 1 GiB or more are never kept.
 
         Raises
         ------
         UnusableError
             When they cannot be written: the disk is full, say. What is there can still be read.
         """
-        rows = [
-            (place, checksum(place, record), record)
-            for place, record in records.items()
-            if len(record) <= _LARGEST
-        ]
-        with _lock, self._errors():
-            try:
-                database = self._connected()
-                database.execute("BEGIN IMMEDIATE")
-                database.executemany("INSERT OR REPLACE INTO samples VALUES (?, ?, ?)", rows)
-                database.execute("COMMIT")
-            except BaseException:
-                self._disconnect()  # which takes back what was begun
-                raise
+        with self._errors():
+            self._opened().put(records)
 
-    def _connected(self) -> sqlite3.Connection:
-        if self._connection is None:
-            self._connection = self._database.connect()
-        return self._connection
+    def _take(self) -> bool:
+        """Hold the lock, alone if nobody else does; tell whether it is."""
+        folder = self.path.parent
+        real(folder).mkdir(parents=True, exist_ok=True)
+        self.read_only = not os.access(folder, os.W_OK)
+        try:
+            self._hold(fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._hold(fcntl.LOCK_SH)
+            return False
+        return not self.read_only
 
-    def _disconnect(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            with suppress(sqlite3.Error):  # a full disk, which has been told
-                connection.close()
+    def _fault(self) -> tuple[str, bool]:
+        """Say what is wrong with the file, if anything is, and whether it is another program's."""
+        if regular(self.path, links=False) is None:
+            return f"there is no {self.path}", False
+        try:
+            self._opened()
+        except UnusableError as error:
+            return str(error), isinstance(error, _ForeignError)
+        condemned = b"" if self._lock is None else os.pread(self._lock, 1000, 0)
+        return condemned.decode(errors="replace"), False
+
+    def _make_anew(self, fault: str, is_foreign: bool, is_alone: bool) -> None:
+        """Make the file, or make it anew, if nobody else uses it."""
+        if not is_alone:
+            why = "another run uses it, or an earlier Cached of this one"
+            if self.read_only:
+                why = "the folder is read-only"
+            raise UnusableError(f"{fault}, and {why}")
+        aside = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}.foreign")
+        if is_foreign:
+            self.path.rename(aside)
+            warn(f"{fault}; it is now {aside.name}, and a new one is made")
+        elif self.path.exists():
+            warn(f"{fault}; it is made anew")
+        _File.make(self.path, self._identity)
+        self._file = None
+        if self._lock is not None:
+            os.truncate(self._lock, 0)
+
+    def _opened(self) -> _File:
+        """Return the file, with the lock; a process that was given this object opens it here."""
+        if self._file is None:
+            if self._lock is None:
+                self._hold(fcntl.LOCK_SH)
+            self._file = _File(self.path, self._identity, self._length, self.read_only)
+        return self._file
+
+    def _condemn(self, why: str) -> None:
+        """See to it that the file is made anew when a process is next alone with it."""
+        if self._lock is not None:
+            os.write(self._lock, why.encode())
+
+    def _hold(self, how: int) -> None:
+        """Hold the lock in this way from now on; wait for a process that makes the file."""
+        if self.read_only:
+            return
+        path = self.path.with_name(f"{NAME}.lock")
+        if self._lock is None:
+            self._lock = open_lock(path)
+            finalize(self, os.close, self._lock)
+        lock(self._lock, path, how)
+
+    def _leave(self) -> None:
+        """Give the lock back; where it failed there is none, or it goes when the file is closed."""
+        self._file = None
+        if self._lock is not None:
+            with suppress(OSError):
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Turn errors of the disk into an `UnusableError`; condemn a database that is broken."""
-        path = self._database.path
+        """Turn errors of the disk into an `UnusableError`."""
         try:
             yield
-        except (OSError, SparcelError, sqlite3.Error) as error:
-            why = str(error) if isinstance(error, SparcelError) else f"{path}: {error}"
-            if is_broken(error):
-                why = f"{path} is broken ({error}); it is made anew in the next run"
-                with suppress(OSError):  # a full disk
-                    self._database.condemn(f"{path} was broken ({error})")
+        except (OSError, SparcelError) as error:
+            why = str(error) if isinstance(error, SparcelError) else f"{self.path}: {error}"
             raise UnusableError(why) from error
-
-
-_all: WeakSet[Disk] = WeakSet()
-
-
-def _before_fork() -> None:
-    _lock.acquire()
-    for disk in _all:
-        disk._disconnect()
-
-
-os.register_at_fork(
-    before=_before_fork, after_in_parent=_lock.release, after_in_child=_lock.release
-)

@@ -1,10 +1,15 @@
-"""Records in memory that processes of one machine share."""
+"""Records in memory that processes of one machine share, and how much memory is left."""
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import mmap
 import os
 import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Lock
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -12,37 +17,36 @@ import numpy as np
 import numpy.typing as npt
 
 from sparcel.comm import Call, Communicator
-from sparcel.data.available import available
-from sparcel.data.memory_file import MemoryFile
+from sparcel.data.records import LARGEST, UNIT, Records, entry_of, range_of, up_to
 from sparcel.errors import InputError, warn
 
-TOKEN, LENGTH, LIMIT, START, USED, LOOKED_AT, SAID = range(7)
+TOKEN, LENGTH, LIMIT, START, LOOKED_AT, SAID = range(6)
 """The first words of the file; `Shared.count` counts in those that follow."""
-COUNTERS = slice(8, 11)
+COUNTERS = slice(6, 9)
 _WORDS = 64
 
-_UNIT = 64
-"""Offsets and lengths of records are multiples of this."""
-_LENGTH_BITS = 24
-_LARGEST = _UNIT << _LENGTH_BITS
-"""Records are shorter than this."""
-_BARRED = 1
+_BARRED = entry_of(UNIT, 0)
 """The entry of a sample that is not to be kept."""
 _MOVED = 1 << 20
 """While records move, what is before them is freed in pieces of so many bytes."""
 _STEP = 64 << 20
 """The system's free memory is looked at each time that so many bytes were taken."""
 
+_PUNCH_HOLE = 3
+"""FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE of linux/falloc.h."""
+_NOWHERE = 1 << 62
+"""An offset that no file reaches."""
+_libc = ctypes.CDLL(None, use_errno=True)
+if hasattr(_libc, "fallocate"):
+    _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
-class Shared:
+
+class Shared(Records):
     """A key-value store in memory, by sample index.
 
-    The store is a file without a name, which exists in memory alone. It begins with an index of one
-    word a sample; records follow in the order in which they came. Nothing is evicted: a training
+    The store is a file without a name, which exists in memory alone. Nothing is evicted: a training
     reads all samples in turn, so of a set that does not fit, a fixed part serves more reads than
-    the part that was read last. An entry is written after its record, in one store, so a process
-    that is killed leaves no broken entry behind. Places of records are never used again, so an
-    entry that is the same before and after its record was read has the right one.
+    the part that was read last.
 
     Other processes open the file as ``/proc/PID/fd/NUMBER`` of a process that has it. It goes when
     the last of them ends, in whichever way.
@@ -64,12 +68,11 @@ class Shared:
     def __init__(self, length: int, limit: int) -> None:
         length = length if limit else 0
         first, token = index_bytes(length), secrets.randbits(62)
-        words = np.array((token, length, limit, first, first, first), np.uint64)
         try:
-            file = MemoryFile(os.memfd_create("sparcel-samples"))
-            os.truncate(file.descriptor, first)
-            file.write(words.tobytes(), 0)
-            self._map(file, first)
+            super().__init__(os.memfd_create("sparcel-samples"), first)
+            os.truncate(self.descriptor, first)
+            self.write(np.array((token, length, limit, first, first), np.uint64).tobytes(), 0)
+            self._map()
         except OSError as error:
             raise InputError(
                 f"the memory that processes share can't be made: {error.strerror}; allow more open"
@@ -90,82 +93,81 @@ class Shared:
             return _attached[token]
         hint = "make the Cached anew: its memory lives as long as the processes that use it"
         try:
-            file = MemoryFile(os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
+            file = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise InputError(
                 f"cannot open the memory of process {pid} ({error}); {hint}"
             ) from error
         try:
-            header = os.pread(file.descriptor, 16, 0)
+            header = os.pread(file, 16, 0)
         except OSError:  # it is something that has no content
             header = b""
         found, length = np.frombuffer(header.ljust(16, b"\0"), np.uint64).tolist()
         if found != token:
+            os.close(file)
             raise InputError(f"process {pid} no longer has the memory of this Cached; {hint}")
         shared = Shared.__new__(Shared)
-        shared._map(file, index_bytes(length))
+        Records.__init__(shared, file, index_bytes(length))
+        shared._map()
         return _attached.setdefault(token, shared)
 
-    def _map(self, file: MemoryFile, first: int) -> None:
-        self._file, self._first = file, first
-        mapped = mmap.mmap(file.descriptor, first)
+    def _map(self) -> None:
+        self.lock = _ProcessLock(self.descriptor)
+        mapped = mmap.mmap(self.descriptor, self.first)
         self.words = memoryview(mapped).cast("Q")[:_WORDS]
-        self._index = np.frombuffer(mapped, np.uint64, self.words[LENGTH], 8 * _WORDS)
+        self.index = np.frombuffer(mapped, np.uint64, self.words[LENGTH], 8 * _WORDS)
 
     @property
     def name(self) -> tuple[int, int, int]:
         """By which other processes find it: `attached`."""
-        return os.getpid(), self._file.descriptor, self.words[TOKEN]
+        return os.getpid(), self.descriptor, self.words[TOKEN]
 
     def __reduce__(self) -> Any:
         return _attached_or_empty, self.name
 
+    def entry(self, place: int) -> int:
+        """Return the entry of a sample."""
+        return int(self.index[place])
+
     @property
     def used(self) -> int:
         """The bytes that it takes, or will when records that are under way have come."""
-        return self._first + self.words[USED] - self.words[START]
+        return self.first + self.end - self.words[START]
 
     def kept(self) -> int:
         """Return the number of samples that it has."""
-        return int(np.count_nonzero(self._index > _BARRED))
+        return int(np.count_nonzero(self.index > _BARRED))
 
     def get(self, place: int) -> npt.NDArray[np.uint8] | None:
         """Return a copy of the record of a sample, or None."""
-        if not len(self._index) or (entry := int(self._index[place])) <= _BARRED:
-            return None
-        offset, length = _range_of(entry)
-        record = np.empty(length, np.uint8)
-        count = os.preadv(self._file.descriptor, [record.data], offset)
-        return record if count == length and int(self._index[place]) == entry else None
+        record = self.read(place) if len(self.index) else None
+        return record if record is not None and len(record) else None
 
-    def wants(self, place: int, length: int = _UNIT) -> bool:
+    def wants(self, place: int, length: int = UNIT) -> bool:
         """Tell whether there is room left for a record, and this sample is not there."""
-        fits = self.used + length <= self.words[LIMIT] and length < _LARGEST
-        return bool(len(self._index)) and fits and not self._index[place]
+        fits = self.used + up_to(UNIT, length) <= self.words[LIMIT] and length <= LARGEST
+        return bool(len(self.index)) and fits and not self.index[place]
 
     def put(self, place: int, record: bytes) -> bool:
         """Keep a record if there is room; tell whether the system had the memory for it."""
-        length = len(record) + -len(record) % _UNIT
-        with self._file.lock:
-            if not self.wants(place, length):  # as another process was faster, say
-                return True
-            offset = self.words[USED]
-            if offset + length > self.words[LOOKED_AT]:
-                if available() < 2 * _STEP:
-                    self.words[LIMIT] = 0
-                    return False
-                self.words[LOOKED_AT] = offset + _STEP
-            self.words[USED] = offset + length
         try:
-            self._file.write(record.ljust(length, b"\0"), offset)
-        except OSError:
+            with self.lock:
+                if not self.wants(place, len(record)):  # as another process was faster, say
+                    return True
+                offset = self.reserve(len(record))
+                if offset + len(record) > self.words[LOOKED_AT]:
+                    if available() < 2 * _STEP:
+                        raise MemoryError
+                    self.words[LOOKED_AT] = offset + _STEP
+            self.write(record, offset)
+        except (OSError, MemoryError):
             self.words[LIMIT] = 0
             return False
-        with self._file.lock:
+        with self.lock:
             if offset >= self.words[START]:
-                self._index[place] = _entry(offset, length)
+                self.index[place] = entry_of(offset, len(record))
             else:  # `hold` was called in between, and nothing below START is of use
-                self._file.free(self._first, self.words[START])
+                self._free(self.first, self.words[START])
         return True
 
     def hold(self, part: npt.NDArray[np.int64] | None) -> bool:
@@ -182,45 +184,60 @@ class Shared:
             so each process may say when it comes to it. None lets all samples be kept again, and
             forgets none.
         """
-        if not len(self._index):
+        if not len(self.index):
             return True
-        if not self._file.can_free():
+        if not self._can_free():
             return False
-        with self._file.lock:
-            old = self._index.copy()
+        with self.lock:
+            old = self.index.copy()
             if part is None:
-                self._index[old == _BARRED] = 0
+                self.index[old == _BARRED] = 0
                 return True
             is_in_part = np.zeros(len(old), bool)
             is_in_part[part] = True
             if not np.array_equal(is_in_part, old != _BARRED):
-                self._index[:] = np.where(is_in_part, 0, _BARRED)
+                self.index[:] = np.where(is_in_part, 0, _BARRED)
                 staying = np.flatnonzero(is_in_part & (old > _BARRED))
                 self._move(staying[np.argsort(old[staying])], old)
         return True
 
     def _move(self, places: npt.NDArray[np.int64], entries: npt.NDArray[np.uint64]) -> None:
         """Move records, in the order in which they lie, behind all others, and free the rest."""
-        freed, start = self._first, _to_pages(self.words[USED])
-        self.words[START] = self.words[USED] = start
+        freed, start = self.first, _to_pages(self.end)
+        os.truncate(self.descriptor, start)
+        self.words[START] = start
         for place, entry in zip(places.tolist(), entries[places].tolist(), strict=True):
-            offset, length = _range_of(entry)
-            target = self.words[USED]
+            offset, length = range_of(entry)
             try:
-                self._file.write(os.pread(self._file.descriptor, length, offset), target)
+                target = self.reserve(length)
+                self.write(os.pread(self.descriptor, length, offset), target)
             except OSError:  # the system has no memory left
                 break
-            self.words[USED] = target + length
-            self._index[place] = _entry(target, length)
+            self.index[place] = entry_of(target, length)
             if offset - freed >= _MOVED:
                 done = offset - offset % mmap.ALLOCATIONGRANULARITY
-                self._file.free(freed, done)
+                self._free(freed, done)
                 freed = done
-        self._file.free(freed, start)
+        self._free(freed, start)
+
+    def _free(self, start: int, end: int) -> None:
+        """Give a range back to the system; it reads as zeros from then on."""
+        if end > start and _libc.fallocate(self.descriptor, _PUNCH_HOLE, start, end - start):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
+    def _can_free(self) -> bool:
+        """Tell whether the system can give back a range of the file; some sandboxes cannot."""
+        try:
+            # Not at the file's end, where another process may be writing.
+            self._free(_NOWHERE, _NOWHERE + 1)
+        except (OSError, AttributeError):
+            return False
+        return True
 
     def count(self, *counts: int) -> None:
         """Add to the counters that all processes share."""
-        with self._file.lock:
+        with self.lock:
             for number, count in enumerate(counts, COUNTERS.start):
                 self.words[number] += count
 
@@ -231,10 +248,36 @@ class Shared:
 
     def first_to_say(self, number: int) -> bool:
         """Tell whether no process has said this before; ``number`` is below 64."""
-        with self._file.lock:
+        with self.lock:
             said = self.words[SAID]
             self.words[SAID] = said | 1 << number
         return not said >> number & 1
+
+
+class _ProcessLock:
+    """Excludes other processes and threads; the system frees the lock of a killed process.
+
+    While it holds the lock, the process must not close another descriptor of the same file: that
+    would free the lock.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._threads, self._pid = Lock(), os.getpid()
+
+    def __enter__(self) -> None:
+        if self._pid != os.getpid():  # a thread of the parent may have held it in the fork
+            self._threads, self._pid = Lock(), os.getpid()
+        self._threads.acquire()
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
+        except BaseException:
+            self._threads.release()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
+        self._threads.release()
 
 
 _attached: WeakValueDictionary[int, Shared] = WeakValueDictionary()
@@ -305,14 +348,51 @@ def index_bytes(samples: int) -> int:
 
 
 def _to_pages(nbytes: int) -> int:
-    return nbytes + -nbytes % mmap.ALLOCATIONGRANULARITY
+    return up_to(mmap.ALLOCATIONGRANULARITY, nbytes)
 
 
-def _entry(offset: int, length: int) -> int:
-    """Return the entry of a record, of which both are multiples of ``_UNIT``."""
-    return (offset // _UNIT) << _LENGTH_BITS | length // _UNIT
+_CGROUPS = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""By version of cgroups: the folder, its files of limit and use, and what can be taken back."""
 
 
-def _range_of(entry: int) -> tuple[int, int]:
-    """Return the offset and the length of an entry's record."""
-    return (entry >> _LENGTH_BITS) * _UNIT, (entry & (1 << _LENGTH_BITS) - 1) * _UNIT
+def available(root: Path = Path("/")) -> int:
+    """Return the bytes that this process can still get without swapping or being killed."""
+    return min([*_of_machine(root), *_of_cgroups(root)], default=1 << 62)
+
+
+def _of_machine(root: Path) -> Iterator[int]:
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            yield int(line.split()[1]) << 10
+
+
+def _of_cgroups(root: Path) -> Iterator[int]:
+    """Yield what each cgroup leaves that this process is in; a container may not show all."""
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, name = line.split(":", 2)
+        for folder, *files in _CGROUPS:
+            if folder in controllers.split(","):
+                top = root / "sys/fs/cgroup" / folder
+                path = top / name.lstrip("/")
+                for place in (path, *path.parents):
+                    if place.is_relative_to(top):
+                        yield from _left_in(place, *files)
+
+
+def _left_in(place: Path, limit: str, use: str, cached: str) -> Iterator[int]:
+    """Yield what one cgroup leaves; nothing for the root, which has no limit."""
+    most, used = _lines(place / limit), _lines(place / use)
+    stat = dict(line.split() for line in _lines(place / "memory.stat"))
+    if most and used and most != ["max"]:
+        yield int(most[0]) - int(used[0]) + int(stat.get(cached, 0))
+
+
+def _lines(file: Path) -> list[str]:
+    """Return the lines of a file; none if it is not there, or not in this container's view."""
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
