@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from sparcel.delta import Folder, Publisher, Subscriber, read_index
 from sparcel.delta.base import RememberedPart, remembered
+from sparcel.delta.parts import parts_of
 from sparcel.errors import InputError
 from tests.delta.histories import Failing
 from tests.delta.pairs import LAYOUTS, laid_out
@@ -29,7 +30,7 @@ def test_weights_that_move_little_are_recalled(dtype: torch.dtype, size: int, se
     generator = torch.Generator().manual_seed(seed)
     tensor = (torch.randn(size, generator=generator) * 8 + 64).to(dtype)  # far from zero
     before = tensor.clone()
-    noted = remembered({"x": tensor})["x"]
+    noted = remembered(parts_of({"x": tensor}))["x"]
     moved(tensor, torch.randint(-3, 4, (size,), generator=generator))
     recalled = noted.elements(0, size)
     assert torch.equal(recalled.view(torch.uint8), before.view(torch.uint8))
@@ -42,7 +43,7 @@ def test_weights_that_move_little_are_recalled(dtype: torch.dtype, size: int, se
 def test_the_smallest_weights_may_move_far() -> None:
     tensor = torch.linspace(1, 2, 1000).bfloat16()
     tensor[5] = 1e-9
-    noted = remembered({"x": tensor})["x"]
+    noted = remembered(parts_of({"x": tensor}))["x"]
     assert isinstance(noted, RememberedPart)
     tensor[5] = -3.0
     assert noted.elements(5, 6).view(torch.bfloat16) == torch.tensor(1e-9).bfloat16()
@@ -76,7 +77,7 @@ def test_what_is_noted_is_never_longer_than_a_copy(what: str) -> None:
     """Of pruned weights all zeros are among the smallest, which would be noted whole."""
     weights = SPARSE[what].bfloat16()
     before = weights.clone()
-    noted = remembered({"x": weights})["x"]
+    noted = remembered(parts_of({"x": weights}))["x"]
     own = [getattr(noted, name, None) for name in ("local", "low", "rare", "whole")]
     kept = [one for one in own if one is not None and one.data_ptr() != weights.data_ptr()]
     assert sum(one.nbytes for one in kept) <= weights.nbytes

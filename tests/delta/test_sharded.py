@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from sparcel import delta
 from sparcel.comm import Communicator
+from sparcel.delta import publisher as publisher_module
 from sparcel.delta import sharded
 from sparcel.delta.parts import Part
 from sparcel.delta.pieces import CHUNK_BYTES, Piece, piece_of_slice
@@ -368,7 +369,7 @@ def on_one_rank(comm: Communicator, folder: str) -> None:
     publisher = delta.ShardedPublisher(delta.Folder(folder))
     module = nn.Linear(2, 2)
     module.register_buffer("x", cut(torch.arange(8.0), mesh, (Shard(0),)))
-    for named in ((module, "state_dict"), (sharded, "_copied"), (sharded, "parts_of")):
+    for named in ((module, "state_dict"), (sharded, "copied"), (publisher_module, "parts_of")):
         expected = VersionError
         with ExitStack() as stack:
             if comm.rank == 1:

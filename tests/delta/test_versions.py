@@ -366,7 +366,7 @@ def test_an_interrupt_while_the_base_follows(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with (
-        patch("sparcel.delta.publisher.write_in_turn", half),
+        patch("sparcel.delta.base.write_in_turn", half),
         chunks_of(2400),
         pytest.raises(KeyboardInterrupt),
     ):
@@ -430,13 +430,13 @@ def test_two_publishers_at_the_same_moment(tmp_path: Path) -> None:
     one = Publisher(store)
     publish(one, models[:2])
     other = Publisher(store)
-    real = one._publish_delta
+    real = one._coded
 
-    def late(tensors: Any, number: int) -> Version:
+    def late(*args: Any) -> Any:
         other.publish(models[2])
-        return real(tensors, number)
+        return real(*args)
 
-    late_one = patch.object(one, "_publish_delta", late)
+    late_one = patch.object(one, "_coded", late)
     with late_one, pytest.raises(VersionError, match="another publisher"):
         one.publish(first_model(5))
     subscriber = Subscriber(store)

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from sparcel._threads import in_order
 from sparcel.delta.bits import bits_of
 from sparcel.delta.chunk import Chunk, Version, read_chunk
 from sparcel.delta.decoding import FETCH, Change, found_in, new_tensors
 from sparcel.delta.parts import Part, Weights, local_of, owners, parts_of, tensors_of, untied
 from sparcel.delta.prepared import Inverse, Prepared, Target
-from sparcel.delta.threads import in_threads
 from sparcel.errors import InputError, VersionError, few, shown
 from sparcel.training.names import model_names
 
@@ -36,7 +36,7 @@ def write_in_turn(parts: Mapping[str, Part], chunks: Iterable[Chunk]) -> None:
     def write(chunk: Chunk) -> None:
         found_in(chunk, parts).swap(parts)
 
-    for _ in in_threads(partial(write, chunk) for chunk in chunks if not chunk.new):
+    for _ in in_order(write, (chunk for chunk in chunks if not chunk.new)):
         pass
 
 
@@ -62,7 +62,7 @@ def prepare(target: Target, chunks: Chunks, since: Version | None = None) -> Pre
             f"this delta makes version {version} of version {base}, but the weights are version"
             f" {since}; fetch what follows that one, or a full version"
         )
-    found = list(in_threads(partial(found_in, chunk, parts) for chunk in read))
+    found = list(in_order(partial(found_in, parts=parts), read))
     new = new_tensors(one for one in found if one.chunk.new)
     leaving = {name for chunk in read for name in chunk.leaving}
     _check_names(module, version, tensors.keys(), new.keys(), leaving)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -14,7 +14,9 @@ from torch import Tensor
 
 from sparcel import _cpu
 from sparcel._files import create, regular
+from sparcel.delta.applying import write_in_turn
 from sparcel.delta.bits import bits_of, layout_of
+from sparcel.delta.chunk import Chunk
 from sparcel.delta.parts import Part, local_of, owners, parts_of, untied
 from sparcel.errors import InputError, shown
 
@@ -80,7 +82,7 @@ def _same(tensor: Tensor, other: Tensor) -> bool:
     return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(bits_of(a), bits_of(b))
 
 
-def copied(parts: Mapping[str, Part], file: Path | None = None) -> dict[str, Tensor]:
+def copied(parts: Mapping[str, Part], file: Path | None = None) -> dict[str, Part]:
     """Copy what parts hold to the host; tied ones stay tied.
 
     Parameters
@@ -109,7 +111,26 @@ def copied(parts: Mapping[str, Part], file: Path | None = None) -> dict[str, Ten
         copy = room[begin : begin + local.nbytes].view(local.dtype).view(local.shape)
         copies[name] = copy.copy_(local)
         begin += _padded(local.nbytes)
-    return {name: copies[owner] for name, owner in owners(parts).items()}
+    return {name: Part(parts[name].piece, copies[own]) for name, own in owners(parts).items()}
+
+
+def followed(
+    base: Mapping[str, Part], now: Mapping[str, Part], chunks: Iterable[Chunk]
+) -> dict[str, Part]:
+    """Let a copy of a version follow by the chunks that make parts of it, and return it.
+
+    Of the parts it copies those that are new, or cut otherwise. After an error the copy is torn.
+    """
+    write_in_turn(base, chunks)
+    old, owner = untied(base), owners(now)
+    first = {own: now[own] for own in owner.values()}
+    kept = {
+        name: old[name]
+        for name, part in first.items()
+        if name in old and old[name].piece == part.piece
+    }
+    kept |= copied({name: part for name, part in first.items() if name not in kept})
+    return {name: Part(now[name].piece, kept[own].local) for name, own in owner.items()}
 
 
 def _mapped(file: Path, size: int) -> mmap.mmap:
@@ -152,13 +173,12 @@ class RememberedPart(Part):
         return before
 
 
-def remembered(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
-    """Note what tensors are before a step changes them in place; tied ones stay tied.
+def remembered(parts: Mapping[str, Part]) -> dict[str, Part]:
+    """Note what parts are before a step changes them in place; tied ones stay tied.
 
     An element that moves by 128 units in the last place or more is recalled wrong, unless it is
     among the smallest. The sum of the version tells it.
     """
-    parts = parts_of(tensors)
     noted = {name: _noted(part) for name, part in untied(parts).items()}
     return {
         name: replace(noted[owner], piece=parts[name].piece)

@@ -14,6 +14,7 @@ import torch
 
 from sparcel import _cpu
 from sparcel._checks import checked_whole
+from sparcel._threads import in_order
 from sparcel.delta.bits import layout_of, planes_of
 from sparcel.delta.chunk import MOST_ELEMENTS, MOST_NUMBER, MOST_SHARDS, Chunk, Version
 from sparcel.delta.header import template_of
@@ -28,7 +29,6 @@ from sparcel.delta.parts import (
     untied,
 )
 from sparcel.delta.pieces import CHUNK_BYTES, MOST_PIECES, Piece
-from sparcel.delta.threads import in_threads
 from sparcel.errors import checked_name
 
 _ENOUGH = 1 << 16
@@ -124,7 +124,7 @@ def encode_parts(
     no_more = tuple(name for name in ties_of(old) if name not in ties)
     blank = Chunk(since, target, "removed", layout_of(torch.uint8), (), 0, *shard)
     waiting, number = blank, 0
-    for chunk in in_threads(_jobs(untied(now), untied(old), code, blank, apart)):
+    for chunk in in_order(lambda job: job(), _jobs(untied(now), untied(old), code, blank, apart)):
         if chunk is None:
             continue
         if number:

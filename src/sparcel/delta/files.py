@@ -11,19 +11,18 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
+from sparcel._threads import in_order, in_pool
 from sparcel.delta.bits import LAYOUTS
 from sparcel.delta.chunk import Chunk, Version
 from sparcel.delta.header import is_too_nested, loads, malformed, whole
 from sparcel.delta.parts import Part, parts_of, sum_of_piece, ties_of, untied
 from sparcel.delta.pieces import CHUNK_BYTES, MOST_DIMS, Only, Piece, Slice, whole_piece
-from sparcel.delta.threads import in_pool, in_threads
 from sparcel.errors import FormatError, InputError, few, shown
 from sparcel.stores import Ranged
 from sparcel.training.names import model_names
@@ -127,8 +126,8 @@ def anchor_file(
     told = {"ties": ties, "ties_crc": f"{crc32(ties.encode()):08x}"}
     blocks = [(part, piece) for part in parts.values() for piece in part.pieces(CHUNK_BYTES)]
     if for_store:
-        jobs = (partial(sum_of_piece, part, piece) for part, piece in blocks)
-        told["sums"] = "".join(f"{one:016x}" for one in in_threads(jobs))
+        sums = in_order(lambda block: sum_of_piece(*block), blocks)
+        told["sums"] = "".join(f"{one:016x}" for one in sums)
     yield _header(described, {"kind": "anchor", **told, **_told("version", version)}, for_store)
     for part, piece in blocks:
         yield part.gathered(piece).cpu().view(torch.uint8).numpy().data
@@ -188,13 +187,10 @@ class File:
     def some(self, listed: Iterable[Listed]) -> Iterator[memoryview]:
         """Yield chunks in order; those near one another are read at once, some reads ahead."""
         runs = list(near(self._span(one.key) for one in listed))
-        jobs = (partial(self._read, run[0][0], run[-1][1]) for run in runs)
-        for run, data in zip(runs, in_pool(jobs, _READS), strict=True):
+        read = in_pool(lambda run: self._data[run[0][0] : run[-1][1]], runs, _READS)
+        for run, data in zip(runs, read, strict=True):
             first = run[0][0]
             yield from (data[begin - first : end - first] for begin, end in run)
-
-    def _read(self, begin: int, end: int) -> memoryview:
-        return self._data[begin:end]
 
     def block_sums(self, version: Version) -> dict[str, list[int]]:
         """Return the sums of the blocks of each tensor of an anchor, which make up a version's."""

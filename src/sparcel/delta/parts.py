@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Set
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TypeAlias, TypeVar, cast
 
 import torch
@@ -15,10 +15,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
 from sparcel import _cpu
+from sparcel._threads import in_order
 from sparcel.delta.bits import LAYOUTS, bits_of
 from sparcel.delta.chunk import Version
 from sparcel.delta.pieces import CHUNK_BYTES, Piece, Sliced, piece_of_shard, whole_piece
-from sparcel.delta.threads import in_threads
 from sparcel.errors import InputError, shown
 from sparcel.training.names import model_names
 
@@ -286,5 +286,9 @@ def sum_of_piece(part: Part, piece: Piece) -> int:
 
 def version_of(tensors: Weights, number: int = 0) -> Version:
     """Return the version that weights are; of DTensors, the sum counts this rank's shards."""
-    jobs = [partial(sum_of, part) for part in untied(parts_of(tensors)).values()]
-    return Version(number, sum(in_threads(iter(jobs))) % (1 << 64))
+    return Version(number, sum_of_parts(parts_of(tensors)))
+
+
+def sum_of_parts(parts: Mapping[str, Part]) -> int:
+    """Return the sum of the version that parts are; tied ones count once."""
+    return sum(in_order(sum_of, untied(parts).values())) % (1 << 64)

@@ -13,18 +13,17 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field, replace
-from functools import partial
 from threading import Event
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from sparcel._threads import in_pool
 from sparcel.delta.bits import bits_of
 from sparcel.delta.chunk import Version
 from sparcel.delta.decoding import FETCH, Change, Found
 from sparcel.delta.parts import Part, memory_of, owners, parts_of, tensors_of
-from sparcel.delta.threads import in_pool
 from sparcel.errors import VersionError, shown
 
 Target: TypeAlias = nn.Module | MutableMapping[str, Tensor]
@@ -238,7 +237,7 @@ def swap_all(
 
     try:
         # An interrupt could stop the thread that calls within a chunk.
-        for _ in in_pool((partial(swap, one) for one in found), torch.get_num_threads()):
+        for _ in in_pool(swap, found, torch.get_num_threads()):
             pass
     except BaseException:
         ended.set()

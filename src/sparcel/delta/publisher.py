@@ -4,43 +4,154 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
 from sparcel._checks import check_callable, checked_flag, checked_whole
-from sparcel.delta.applying import apply_, write_in_turn
-from sparcel.delta.base import Cast, copied, remembered, served
+from sparcel.comm import Communicator
+from sparcel.delta.base import Cast, copied, followed, remembered, served
+from sparcel.delta.bits import signed
 from sparcel.delta.chunk import Chunk, Version, read_chunk
 from sparcel.delta.encoding import CODES, encode_parts
 from sparcel.delta.files import NOTHING_TO_PUBLISH, File, anchor_file, check_storable, delta_file
 from sparcel.delta.index import Entry, Index, IndexWriter, file_name
-from sparcel.delta.parts import (
-    Part,
-    Weights,
-    elements_of,
-    parts_of,
-    tensors_of,
-    ties_of,
-    version_of,
-)
+from sparcel.delta.parts import Part, Weights, elements_of, parts_of, sum_of_parts, tensors_of
 from sparcel.delta.subscriber import Subscriber
 from sparcel.errors import FormatError, InputError, VersionError, checked_name, shown
 from sparcel.stores import Store, mapped, store_at
 
+T = TypeVar("T")
+
+NOTHING = Version(0, 0)
+"""The version without tensors, which is the base of whole models in chunks."""
+
 
 @dataclass(frozen=True)
-class _Delta:
-    chunks: list[bytes]
-    read: list[Chunk]
-    base: Version
+class Coded:
+    """A version as chunks of this rank: what they say, their lengths, and these bytes."""
+
+    base: Version | None
+    """None for a whole model."""
     version: Version
-    elements: int
+    told: Sequence[Chunk]
+    sizes: Sequence[int]
+    chunks: Iterable[bytes]
 
 
-class Publisher:
+class PublisherBase:
+    """What publishers have in common: that of a process alone, and that of a group of ranks."""
+
+    def __init__(
+        self,
+        store: Store | str | os.PathLike[str],
+        code: str,
+        anchor_every: int,
+        lag: int,
+        cast: Cast | None,
+        apart: bool,
+        comm: Communicator | None = None,
+    ) -> None:
+        checked_name(code, CODES, "code")
+        checked_whole(anchor_every, "anchor_every", at_least=1)
+        checked_whole(lag, "lag", at_least=0)
+        if cast is not None:
+            check_callable(cast, "cast")
+        self.version: Version | None = None
+        self._code, self._anchor_every, self._cast = code, anchor_every, cast
+        self._apart = checked_flag(apart, "apart")
+        self._comm = comm
+        self._rank, self._ranks = (0, 1) if comm is None else (comm.rank, comm.size)
+        self._base: dict[str, Part] = {}
+        self._based: Version | None = None
+        """The version that the base is."""
+        self._outcome = "nothing is published"
+        self._writer = f"{self._numbers(secrets.randbits(62))[0]:016x}"
+        self._index_writer = self._together(lambda: IndexWriter(store_at(store), self._writer, lag))
+
+    def _served(self, weights: Weights) -> tuple[Mapping[str, Tensor], dict[str, Part]]:
+        """Return what is published of weights, as tensors and as the parts that are here."""
+        tensors = served(tensors_of(weights), self._cast)
+        parts = parts_of(tensors)
+        check_storable(parts)
+        return tensors, parts
+
+    def _chunks(
+        self, now: Mapping[str, Part], old: Mapping[str, Part], since: Version, number: int
+    ) -> Iterable[bytes]:
+        shard = self._rank, self._ranks
+        return encode_parts(now, old, self._code, since, number, shard, self._apart)
+
+    def _coded(
+        self, now: Mapping[str, Part], old: Mapping[str, Part], since: Version, number: int
+    ) -> Coded:
+        """Code what differs from a version."""
+        chunks = self._together(lambda: list(self._chunks(now, old, since, number)))
+        told = [read_chunk(chunk) for chunk in chunks]
+        return Coded(since, self._made(told, since, number), told, [*map(len, chunks)], chunks)
+
+    def _made(self, told: Iterable[Chunk], since: Version, number: int) -> Version:
+        """Return the version that the chunks of all ranks make of another one."""
+        own = sum(chunk.sum for chunk in told)
+        return since.after(number, sum(self._numbers(signed(own))))
+
+    def _commit_chunks(self, coded: Coded, parts: Mapping[str, Part]) -> Version:
+        """Publish the chunks of a version, of which this rank has these parts."""
+        base, listed = coded.base or NOTHING, coded.told if self._apart else ()
+        file = delta_file(coded.chunks, base, coded.version, listed, coded.sizes)
+        changed = sum(chunk.changed for chunk in coded.told)
+        return self._commit(coded.base, coded.version, file, elements_of(parts), changed)
+
+    def _commit(
+        self,
+        base: Version | None,
+        version: Version,
+        file: Iterable[bytes | memoryview],
+        elements: int,
+        changed: int,
+    ) -> Version:
+        """Write a file, and list those of all ranks: then the version is there."""
+        ranks = [None] if self._comm is None else range(self._ranks)
+        names = tuple(file_name(base, version.number, self._writer, rank) for rank in ranks)
+        size = self._together(lambda: self._index_writer.write(names[self._rank], file))
+        other = names[(self._rank + 1) % self._ranks]  # which may be on another host
+        self._together(lambda: self._index_writer.prove(other, version))
+        counts = [sum(self._numbers(count)) for count in (size, elements, changed)]
+        if self.version != version:
+            self._outcome = f"the index tells whether version {version} is published"
+        self._on_first(lambda: self._index_writer.commit(base, version, names, *counts))
+        self._outcome = f"version {version} is published, but what had to follow it is not done"
+        self.version = version
+        return version
+
+    def _numbers(self, number: int) -> list[int]:
+        """Return the number that each rank passes."""
+        return [number] if self._comm is None else self._comm.gather_numbers(number)
+
+    def _together(self, work: Callable[[], T]) -> T:
+        """Do this rank's work; raise on all ranks if it fails on one."""
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as failure:
+            error = failure
+        failed = self._numbers(int(error is not None))
+        if error is not None:
+            error.add_note(self._outcome)
+            raise error
+        if any(failed):
+            raise VersionError(f"rank {failed.index(1)} failed; {self._outcome}")
+        return result  # type: ignore[return-value]  # there is one if nothing failed
+
+    def _on_first(self, work: Callable[[], T]) -> T | None:
+        """Do work on rank 0, and return its result there."""
+        return self._together(lambda: work() if self._rank == 0 else None)
+
+
+class Publisher(PublisherBase):
     """Publishes versions of a model's weights: a whole one first, then what changes.
 
     It keeps a copy of the last version, its base, which moves on only when a version is durable. So
@@ -98,11 +209,6 @@ class Publisher:
         base: str | os.PathLike[str] | None = None,
         bracketed: bool = False,
     ) -> None:
-        checked_name(code, CODES, "code")
-        checked_whole(anchor_every, "anchor_every", at_least=1)
-        checked_whole(lag, "lag", at_least=0)
-        if cast is not None:
-            check_callable(cast, "cast")
         if bracketed and base is not None:
             raise InputError("a bracketed publisher keeps no base; leave base= out")
         if bracketed and cast is not None:
@@ -110,15 +216,9 @@ class Publisher:
                 "a bracketed publisher needs the same tensors each time, and a cast"
                 " makes new ones; leave one of them out"
             )
-        self.version: Version | None = None
-        self._bracketed = bracketed
-        self._noted: Mapping[str, Part] = {}
-        self._store, self._code, self._cast = store_at(store), code, cast
-        self._anchor_every, self._apart = anchor_every, checked_flag(apart, "apart")
+        super().__init__(store, code, anchor_every, lag, cast, apart)
+        self._store, self._bracketed = store_at(store), bracketed
         self._file = None if base is None else Path(base)
-        self._base: dict[str, Tensor] = {}
-        self._writer = secrets.token_hex(8)
-        self._index_writer = IndexWriter(self._store, self._writer, lag)
         self._resume()
 
     def publish(self, weights: Weights, number: int | None = None) -> Version:
@@ -144,109 +244,66 @@ class Publisher:
         VersionError
             If another publisher has written to the store, or its index is lost.
         """
-        tensors = served(tensors_of(weights), self._cast)
-        parts = parts_of(tensors)
+        self._outcome = "this version is not published"
+        _, parts = self._served(weights)
         if not parts:
             raise InputError(NOTHING_TO_PUBLISH)
-        check_storable(parts)
         _check_whole(parts)
         number = self._index_writer.begin(number)
-        if self.version != self._index.newest:  # an error came between a commit and the base
+        if self._based != self._index.newest:  # an error came between a commit and the base
             self._resume()
         if self._bracketed:
-            self.version = self._publish_bracketed(dict(tensors), parts, number)
-        elif self.version is None:
+            version = self._publish_bracketed(parts, number)
+        elif self._based is None:
             self._base = copied(parts, self._file)
-            self.version = self._commit_anchor(version_of(self._base, number))
+            version = self._commit_anchor(self._base, Version(number, sum_of_parts(self._base)))
         else:
-            self.version = self._publish_delta(parts, number)
+            coded = self._coded(parts, self._base, self._based, number)
+            version = self._commit_chunks(coded, parts)
+            self._base = followed(self._base, parts, coded.told)
+        self._based = version
         if self._since_anchor() >= self._anchor_every:
-            self._publish_anchor()
+            self._publish_anchor(parts if self._bracketed else self._base, version)
         self._index_writer.prune()
-        return self.version
-
-    def _publish_delta(self, parts: Mapping[str, Part], number: int) -> Version:
-        assert self.version is not None, "there is a base"
-        delta = self._delta(parts, parts_of(self._base), self.version, number)
-        self._commit_delta(delta)
-        self._follow(delta)
-        return delta.version
-
-    def _follow(self, delta: _Delta) -> None:
-        """Let the base follow by what was published; if that fails, it is read anew."""
-        chunks, base = delta.read, parts_of(self._base)
-        if any(one.new or one.leaving for one in chunks) or chunks[-1].ties != ties_of(base):
-            apply_(self._base, chunks, self.version)
-        else:
-            write_in_turn(base, chunks)
-
-    def _publish_bracketed(
-        self, tensors: dict[str, Tensor], parts: Mapping[str, Part], number: int
-    ) -> Version:
-        """Publish a delta from the noted weights if its sum is right, else an anchor."""
-        noted, self._noted = self._noted, {}  # until the new ones are noted
-        self._base, version = tensors, version_of(tensors, number)
-        told = self.version and noted and self._delta(parts, noted, self.version, number)
-        noted = {}  # to make room for the new ones
-        if told and told.version == version:
-            self._commit_delta(told)
-        else:
-            self._commit_anchor(version)
-        self._noted = remembered(tensors)
         return version
 
-    def _delta(
-        self, now: Mapping[str, Part], old: Mapping[str, Part], since: Version, number: int
-    ) -> _Delta:
-        chunks = list(encode_parts(now, old, self._code, since, number, apart=self._apart))
-        read = [read_chunk(chunk) for chunk in chunks]
-        version = since.after(number, sum(chunk.sum for chunk in read))
-        return _Delta(chunks, read, since, version, elements_of(now))
-
-    def _commit_delta(self, delta: _Delta) -> None:
-        listed = delta.read if self._apart else ()
-        file = delta_file(delta.chunks, delta.base, delta.version, listed)
-        changed = sum(chunk.changed for chunk in delta.read)
-        self._commit(delta.base, delta.version, file, delta.elements, changed)
-
-    def _commit_anchor(self, version: Version) -> Version:
-        file = anchor_file(self._base, version, for_store=True)
-        elements = elements_of(parts_of(self._base))
-        self._commit(None, version, file, elements, elements)
+    def _publish_bracketed(self, parts: Mapping[str, Part], number: int) -> Version:
+        """Publish a delta from what is noted if its sum is right, else an anchor."""
+        noted, self._base = self._base, {}  # until the new weights are noted
+        version, coded = Version(number, sum_of_parts(parts)), None
+        if noted and self._based is not None:
+            coded = self._coded(parts, noted, self._based, number)
+            noted.clear()  # to make room for the new ones
+        if coded is not None and coded.version == version:
+            self._commit_chunks(coded, parts)
+        else:
+            self._commit_anchor(parts, version)
+        self._base = remembered(parts)
         return version
 
-    def _commit(
-        self,
-        base: Version | None,
-        version: Version,
-        file: Iterable[bytes | memoryview],
-        elements: int,
-        changed: int,
-    ) -> None:
-        name = file_name(base, version.number, self._writer)
-        size = self._index_writer.write(name, file)
-        self._index_writer.prove(name, version)
-        self._index_writer.commit(base, version, (name,), size, elements, changed)
+    def _commit_anchor(self, parts: Mapping[str, Part], version: Version) -> Version:
+        tensors, elements = {name: part.local for name, part in parts.items()}, elements_of(parts)
+        file = anchor_file(tensors, version, for_store=True)
+        return self._commit(None, version, file, elements, elements)
 
-    def _publish_anchor(self) -> None:
+    def _publish_anchor(self, parts: Mapping[str, Part], version: Version) -> None:
         """Publish the last version as an anchor, and a delta to it from the anchor before."""
-        assert self.version is not None, "there is a version"
         before = self._last_anchor()
-        steps = [entry for entry in self._index.entries if entry.version == self.version]
+        steps = [entry for entry in self._index.entries if entry.version == version]
         if all(entry.base != before.version for entry in steps):
-            self._publish_merged(before, self.version)
-        self._commit_anchor(self.version)
+            self._publish_merged(before, parts, version)
+        self._commit_anchor(parts, version)
 
-    def _publish_merged(self, before: Entry, version: Version) -> None:
+    def _publish_merged(self, before: Entry, parts: Mapping[str, Part], version: Version) -> None:
         """Publish a delta from an anchor to the version, unless the anchor is damaged."""
         name = before.names[0]  # others follow where ranks wrote chunks, which are no tensors
         try:
             old = parts_of(File(mapped(self._store, name), name).tensors())
         except (FormatError, OSError):
             return
-        merged = self._delta(parts_of(self._base), old, before.version, version.number)
+        merged = self._coded(parts, old, before.version, version.number)
         if merged.version == version:
-            self._commit_delta(merged)
+            self._commit_chunks(merged, parts)
 
     @property
     def _index(self) -> Index:
@@ -257,8 +314,8 @@ class Publisher:
 
         If it cannot be read, what is published next is a whole model.
         """
-        self._base, self._noted = {}, {}
-        self.version = self._index.newest if self._bracketed else None
+        self._base = {}
+        self.version = self._based = self._index.newest if self._bracketed else None
         if self._index.newest is None or self._bracketed:
             return
         reader = Subscriber(self._store)
@@ -266,9 +323,9 @@ class Publisher:
             reader.update()
         except (FormatError, VersionError):
             return
-        tensors = dict(reader.tensors)
-        self._base = copied(parts_of(tensors), self._file) if self._file else tensors
-        self.version = reader.version
+        parts = parts_of(reader.tensors)
+        self._base = copied(parts, self._file) if self._file else parts
+        self.version = self._based = reader.version
 
     def _last_anchor(self) -> Entry:
         return next(entry for entry in reversed(self._index.entries) if entry.kind == "anchor")

@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from sparcel._checks import check_callable, checked_flag, checked_whole
 from sparcel.comm import ALL_CONTROL, Communicator, Group, resolve
-from sparcel.delta.applying import write_in_turn
-from sparcel.delta.base import Cast, copied, served
+from sparcel.delta.base import Cast, copied, followed
 from sparcel.delta.bits import key_of, signed
 from sparcel.delta.chunk import Chunk, Version, read_chunk
-from sparcel.delta.encoding import CODES, encode_parts
-from sparcel.delta.files import NOTHING_TO_PUBLISH, check_storable, delta_file
-from sparcel.delta.index import IndexWriter, file_name
-from sparcel.delta.parts import Part, Weights, elements_of, owners, parts_of, tensors_of, ties_of
+from sparcel.delta.files import NOTHING_TO_PUBLISH
+from sparcel.delta.parts import Part, Weights, owners, ties_of
 from sparcel.delta.pieces import Piece
-from sparcel.errors import InputError, MismatchError, VersionError, checked_name, shown
-from sparcel.stores import Store, store_at
-
-T = TypeVar("T")
-_NOTHING = Version(0, 0)
-"""The version without tensors, which is the base of whole models."""
+from sparcel.delta.publisher import NOTHING, Coded, PublisherBase
+from sparcel.errors import InputError, MismatchError, shown
+from sparcel.stores import Store
 
 
-class ShardedPublisher:
+class ShardedPublisher(PublisherBase):
     """Publishes versions of a model whose tensors are cut over ranks, as by FSDP2; all ranks call.
 
     Each rank compares, codes and writes what it holds: its shards of DTensors, and the first rank
@@ -73,23 +64,11 @@ class ShardedPublisher:
         cast: Cast | None = None,
         apart: bool = False,
     ) -> None:
-        checked_name(code, CODES, "code")
-        checked_whole(anchor_every, "anchor_every", at_least=1)
-        checked_whole(lag, "lag", at_least=0)
-        if cast is not None:
-            check_callable(cast, "cast")
-        self.version: Version | None = None
-        self._code, self._anchor_every, self._cast = code, anchor_every, cast
-        self._apart = checked_flag(apart, "apart")
-        self._comm = resolve(group)
-        self._writer = f"{self._comm.gather_numbers(secrets.randbits(62))[0]:016x}"
+        self._group = resolve(group)
+        super().__init__(store, code, anchor_every, lag, cast, apart, self._group)
         self._held: dict[str, Held] = {}
         self._mine: set[str] = set()
-        self._base: dict[str, Part] = {}
-        self._based: Version | None = None
         self._deltas = 0
-        self._outcome = "nothing is published"
-        self._index_writer = self._together(lambda: IndexWriter(store_at(store), self._writer, lag))
 
     def publish(self, weights: Weights) -> Version:
         """Publish weights, and return their version when it is durable, on all ranks.
@@ -112,25 +91,37 @@ class ShardedPublisher:
         """
         since, self._based = self._based, None  # until all is done
         self._outcome = "this version is not published"
-        parts = self._owned(*self._together(lambda: checked(weights, self._cast)))
-        number = self._comm.gather_numbers(self._on_first(self._index_writer.begin) or 0)[0]
+        parts = self._owned(*self._together(lambda: self._checked(weights)))
+        number = self._numbers(self._on_first(self._index_writer.begin) or 0)[0]
         other = self._is_recut(parts) or ties_of(parts) != ties_of(self._base)
-        if any(self._comm.gather_numbers(int(other))):
+        if any(self._numbers(int(other))):
             since = None
         if since is None:
-            self._base = self._together(lambda: _copied(parts))
+            self._base = self._together(lambda: copied(parts))
         else:
-            version = self._publish_delta(parts, since, number)
+            coded = self._coded(parts, self._base, since, number)
+            version = self._commit_chunks(coded, parts)
+            self._base = self._together(lambda: followed(self._base, parts, coded.told))
             self._deltas += 1
         if since is None or self._deltas >= self._anchor_every:
-            # Made twice, to be told and to be written: there may be no room for all of it.
-            version = self._write(
-                lambda: self._coded(self._base, {}, _NOTHING, number), self._base, None, number
-            )
+            version = self._publish_whole(number)
             self._deltas = 0
         self._on_first(self._index_writer.prune)
         self._based = version
         return version
+
+    def _publish_whole(self, number: int) -> Version:
+        """Publish the base, coded twice, to be told and to be written: it may not fit in memory."""
+
+        def chunks() -> Iterable[bytes]:
+            return self._chunks(self._base, {}, NOTHING, number)
+
+        def told() -> list[tuple[Chunk, int]]:
+            return [(replace(read_chunk(one), streams=b""), len(one)) for one in chunks()]
+
+        read, sizes = zip(*self._together(told), strict=True)
+        version = self._made(read, NOTHING, number)
+        return self._commit_chunks(Coded(None, version, read, sizes, chunks()), self._base)
 
     def publish_gathered(self, weights: Iterable[tuple[str, Tensor]]) -> Version:
         """Publish tensors that all ranks see whole, one after the other, as where each is gathered.
@@ -147,14 +138,14 @@ class ShardedPublisher:
         """
         self._outcome = "this version is not published"
         mine, key = self._together(lambda: self._share_of(weights))
-        if len(set(self._comm.gather_numbers(key))) > 1:
+        if len(set(self._numbers(key))) > 1:
             raise MismatchError("ranks see different tensors, or in another order")
         return self.publish(mine)
 
     def _share_of(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], int]:
         """Return this rank's share, and a number that tells all tensors in their order."""
         mine, seen = dict[str, Tensor](), set[str]()
-        sizes, key, coming = [0] * self._comm.size, 0, iter(weights)
+        sizes, key, coming = [0] * self._ranks, 0, iter(weights)
         try:
             for name, tensor in coming:
                 if name in seen:
@@ -163,17 +154,28 @@ class ShardedPublisher:
                 rank = sizes.index(min(sizes))
                 sizes[rank] += tensor.nbytes
                 key = key_of(f"{key} {name}", tensor.dtype, tensor.shape)
-                if rank == self._comm.rank:
+                if rank == self._rank:
                     mine[name] = tensor.detach().to("cpu", copy=True)
         finally:
             deque(coming, maxlen=0)  # other ranks gather with this one
         return mine, signed(key)
 
+    def _checked(self, weights: Weights) -> tuple[dict[str, Part], dict[str, Held]]:
+        """Return the parts that this rank holds, and what it tells others of them."""
+        tensors, parts = self._served(weights)
+        owner = owners(parts)
+        held = {}
+        for name, part in parts.items():
+            placed = getattr(tensors[name], "placements", None)
+            told = repr((name, placed, owner[name]))
+            held[name] = Held(part.piece, key_of(told, part.piece.dtype, part.piece.shape))
+        return parts, held
+
     def _owned(self, parts: Mapping[str, Part], held: dict[str, Held]) -> Mapping[str, Part]:
         """Return what this rank publishes; all ranks compare what they hold if that has changed."""
-        if any(self._comm.gather_numbers(int(held != self._held))):
-            everywhere = gathered(held, self._comm)
-            self._mine = self._together(lambda: owned(held, everywhere, self._comm.rank))
+        if any(self._numbers(int(held != self._held))):
+            everywhere = gathered(held, self._group)
+            self._mine = self._together(lambda: owned(held, everywhere, self._rank))
             self._held = held
         return {name: part for name, part in parts.items() if name in self._mine}
 
@@ -189,92 +191,6 @@ class ShardedPublisher:
             kind(part.piece) in there and part.piece not in told for part in self._base.values()
         )
 
-    def _publish_delta(self, parts: Mapping[str, Part], since: Version, number: int) -> Version:
-        chunks = self._together(lambda: list(self._coded(parts, self._base, since, number)))
-        version = self._write(lambda: chunks, parts, since, number)
-
-        def follow() -> None:
-            """Let the base follow by what was published, whatever the weights are by now."""
-            write_in_turn(self._base, map(read_chunk, chunks))
-            kept = {
-                name: part
-                for name, part in self._base.items()
-                if name in parts and parts[name].piece == part.piece
-            }
-            others = {name: part for name, part in parts.items() if name not in kept}
-            self._base = {**kept, **_copied(others)}
-
-        self._together(follow)
-        return version
-
-    def _coded(
-        self, now: Mapping[str, Part], old: Mapping[str, Part], since: Version, number: int
-    ) -> Iterator[bytes]:
-        shard = (self._comm.rank, self._comm.size)
-        return encode_parts(now, old, self._code, since, number, shard, self._apart)
-
-    def _write(
-        self,
-        make: Callable[[], Iterable[bytes]],
-        parts: Mapping[str, Part],
-        base: Version | None,
-        number: int,
-    ) -> Version:
-        """Write this rank's chunks, which make parts, and commit the files of all ranks."""
-        comm, since = self._comm, base or _NOTHING
-        told = self._together(lambda: [_told(chunk) for chunk in make()])
-        read = [chunk for chunk, _ in told]
-        sums = comm.gather_numbers(signed(sum(chunk.sum for chunk in read)))
-        version = since.after(number, sum(sums))
-        names = tuple(file_name(base, number, self._writer, rank) for rank in range(comm.size))
-        listed, sizes = read if self._apart else (), [size for _, size in told]
-        size = self._together(
-            lambda: self._index_writer.write(
-                names[comm.rank], delta_file(make(), since, version, listed, sizes)
-            )
-        )
-        # Another rank's file, which may be on another host.
-        self._together(
-            lambda: self._index_writer.prove(names[(comm.rank + 1) % comm.size], version)
-        )
-        mine = (size, elements_of(parts), sum(chunk.changed for chunk in read))
-        counts = [sum(comm.gather_numbers(count)) for count in mine]
-        if self.version != version:
-            self._outcome = f"the index tells whether version {version} is published"
-        self._on_first(lambda: self._index_writer.commit(base, version, names, *counts))
-        self._outcome = f"version {version} is published, but what had to follow it is not done"
-        self.version = version
-        return version
-
-    def _together(self, work: Callable[[], T]) -> T:
-        """Do this rank's work; raise on all ranks if it fails on one."""
-        result, error = None, None
-        try:
-            result = work()
-        except Exception as failure:
-            error = failure
-        failed = self._comm.gather_numbers(int(error is not None))
-        if error is not None:
-            error.add_note(self._outcome)
-            raise error
-        if any(failed):
-            raise VersionError(f"rank {failed.index(1)} failed; {self._outcome}")
-        return result  # type: ignore[return-value]  # there is one if nothing failed
-
-    def _on_first(self, work: Callable[[], T]) -> T | None:
-        """Do work on rank 0, and return its result there."""
-        return self._together(lambda: work() if self._comm.rank == 0 else None)
-
-
-def _told(chunk: bytes) -> tuple[Chunk, int]:
-    """Return what a chunk says, without its streams, and how many bytes it has."""
-    return replace(read_chunk(chunk), streams=b""), len(chunk)
-
-
-def _copied(parts: Mapping[str, Part]) -> dict[str, Part]:
-    """Copy parts to the host; tied ones stay tied."""
-    return {name: Part(parts[name].piece, local) for name, local in copied(parts).items()}
-
 
 @dataclass(frozen=True)
 class Held:
@@ -289,20 +205,6 @@ class Held:
         name = key_of(one.name, torch.uint8, ())
         elements = (one.first, one.row, one.stride, one.count) if one.count else (0,) * 4
         return signed(name), signed(self.kind), *elements
-
-
-def checked(weights: Weights, cast: Cast | None) -> tuple[dict[str, Part], dict[str, Held]]:
-    """Return the parts that this rank holds, and what it tells others of them."""
-    tensors = served(tensors_of(weights), cast)
-    parts = parts_of(tensors)
-    check_storable(parts)
-    owner = owners(parts)
-    held = {}
-    for name, part in parts.items():
-        placed = getattr(tensors[name], "placements", None)
-        told = repr((name, placed, owner[name]))
-        held[name] = Held(part.piece, key_of(told, part.piece.dtype, part.piece.shape))
-    return parts, held
 
 
 def gathered(held: Mapping[str, Held], comm: Communicator) -> list[Tensor]:

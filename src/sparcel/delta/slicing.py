@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from sparcel._threads import in_order
 from sparcel.delta.applying import check_together, check_writable
 from sparcel.delta.chunk import Chunk, Version, read_chunk
 from sparcel.delta.decoding import Found, found_in, looked_up, told_of
@@ -16,7 +17,6 @@ from sparcel.delta.files import File
 from sparcel.delta.parts import Part, owners, parts_of, sum_of_piece
 from sparcel.delta.pieces import CHUNK_BYTES, Only, Piece, Slice, Sliced
 from sparcel.delta.prepared import Prepared
-from sparcel.delta.threads import in_threads
 from sparcel.errors import FormatError, InputError, VersionError, few, shown
 
 
@@ -42,8 +42,8 @@ def _of_blocks(file: File, only: Only, version: Version) -> Sliced:
     """Take slices of tensors, whose blocks have sums."""
     sums = file.block_sums(version)
     read, names = Sliced({}, only), [name for name in only if name in sums]
-    jobs = (partial(_slice_of, file, name, only, sums[name]) for name in names)
-    for name, (piece, tensor) in zip(names, in_threads(jobs), strict=True):
+    found = in_order(lambda name: _slice_of(file, name, only, sums[name]), names)
+    for name, (piece, tensor) in zip(names, found, strict=True):
         read[name], read.pieces[name] = tensor, piece
     return read
 
@@ -137,7 +137,7 @@ def prepare_slices(target: Sliced, chunks: list[Chunk], version: Version) -> Pre
     retied = [name for name, owner in owners(parts).items() if ties.get(name, name) != owner]
     if retied:
         raise FormatError(f"version {version} ties {', '.join(few(retied))} to other tensors")
-    found = list(in_threads(partial(_found_in, chunk, parts) for chunk in mine))
+    found = list(in_order(partial(_found_in, parts=parts), mine))
     return Prepared(
         chunks[0].base,
         version,

@@ -12,7 +12,6 @@ from tempfile import TemporaryFile, gettempdir
 from typing import IO, Any, Literal, TypeAlias
 
 import numpy as np
-import torch
 
 from sparcel import _cpu
 from sparcel._threads import in_order
@@ -75,7 +74,7 @@ class Text:
         Labels keep their types, whatever ``labels`` is.
         """
         read = chain.from_iterable(self._readable(piece) for piece in pieces(paths, rank, ranks))
-        found = in_order(self._rows, read, torch.get_num_threads())
+        found = in_order(self._rows, read)
         return (rows for rows in found if len(rows))
 
     def _readable(self, piece: FilePiece) -> Iterator[tuple[Block, Reader]]:
