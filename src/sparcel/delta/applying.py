@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -48,20 +48,29 @@ def prepare(target: Target, chunks: Chunks, since: Version | None = None) -> Pre
     """
     if isinstance(chunks, bytes | bytearray | memoryview):
         raise InputError("a version may have several chunks: pass a list of chunks")
-    module = isinstance(target, nn.Module)
     read = [one if isinstance(one, Chunk) else read_chunk(one) for one in chunks]
     check_together(read)
-    known = set() if module else {piece.name for chunk in read for piece in chunk.pieces}
-    tensors = tensors_of(target, known)
-    parts = parts_of(tensors)
-    check_writable(parts, target)
-    base = read[0].base
-    version = base.after(read[0].target, sum(chunk.sum for chunk in read))
+    return prepare_read(target, read, since)
+
+
+def made_by(chunks: Sequence[Chunk]) -> Version:
+    """Return the version that all chunks of a delta make."""
+    return chunks[0].base.after(chunks[0].target, sum(chunk.sum for chunk in chunks))
+
+
+def prepare_read(target: Target, read: Sequence[Chunk], since: Version | None = None) -> Prepared:
+    """Do so with chunks that were read, and belong together."""
+    base, version = read[0].base, made_by(read)
     if since not in (None, base):
         raise VersionError(
             f"this delta makes version {version} of version {base}, but the weights are version"
             f" {since}; fetch what follows that one, or a full version"
         )
+    module = isinstance(target, nn.Module)
+    known = set() if module else {piece.name for chunk in read for piece in chunk.pieces}
+    tensors = tensors_of(target, known)
+    parts = parts_of(tensors)
+    check_writable(parts, target)
     found = list(in_order(partial(found_in, parts=parts), read))
     new = new_tensors(one for one in found if one.chunk.new)
     leaving = {name for chunk in read for name in chunk.leaving}

@@ -117,7 +117,7 @@ class Index:
         return replace(self, entries=kept)
 
     def way(
-        self, since: Version | None, to: int | None = None, without: Collection[str] = ()
+        self, since: Version | None, to: int | Version | None = None, without: Collection[str] = ()
     ) -> list[Entry]:
         """Return the entries that lead to a version, with the fewest bytes.
 
@@ -126,7 +126,7 @@ class Index:
         since
             The version to start from, or None. Anchors need none.
         to
-            The number of the version wanted; by default the newest.
+            The version wanted, or its number; by default the newest.
         without
             Files that must not be used.
 
@@ -135,7 +135,7 @@ class Index:
         VersionError
             If no way leads there.
         """
-        wanted = self.newest if to is None else self.numbered(to)
+        wanted = self.numbered(to) if isinstance(to, int) else to or self.newest
         if wanted is None or wanted == since:
             return []
         best: dict[Version | None, tuple[int, list[Entry]]] = {None: (0, []), since: (0, [])}

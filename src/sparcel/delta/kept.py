@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,13 +15,12 @@ from typing import TypeAlias
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sparcel.delta.applying import apply_, check_together, check_writable, prepare
+from sparcel.delta.applying import check_together, check_writable, made_by, prepare_read
 from sparcel.delta.bits import bits_of
-from sparcel.delta.chunk import Version, read_chunk
+from sparcel.delta.chunk import Chunk, Version, read_chunk
 from sparcel.delta.files import File
 from sparcel.delta.index import Entry
 from sparcel.delta.parts import (
-    Weights,
     elements_of,
     memory_of,
     owners,
@@ -96,24 +95,77 @@ def check_stated(entry: Entry, files: list[File]) -> None:
             )
 
 
+def read_whole(files: Sequence[File], version: Version) -> dict[str, Tensor]:
+    """Return the tensors of a whole model: stored as such, or by several processes as chunks.
+
+    Raises
+    ------
+    FormatError
+        If they are not the version.
+    """
+    tensors: dict[str, Tensor] = {}
+    if files[0].whole:
+        tensors = {name: tensor for file in files for name, tensor in file.tensors().items()}
+    else:
+        chunks = read_chunks(files, Version(0, 0), version)
+        with failing_as_file(files):
+            prepare_read(tensors, chunks).apply()
+    found = version_of(tensors, version.number)
+    if found != version:
+        raise FormatError(f"{files[0].name} holds {found} instead of {version}")
+    return tensors
+
+
+def read_chunks(files: Sequence[File], base: Version, version: Version) -> list[Chunk]:
+    """Return the chunks of a delta.
+
+    Raises
+    ------
+    FormatError
+        If they do not make the version of its base.
+    """
+    chunks = [read_chunk(chunk) for file in files for chunk in file.chunks()]
+    with failing_as_file(files):
+        check_together(chunks)
+    found, made = chunks[0].base, made_by(chunks)
+    if (found, made) != (base, version):
+        raise FormatError(
+            f"{files[0].name} makes version {made} of {found}, not {version} of {base}"
+        )
+    return chunks
+
+
+@contextmanager
+def failing_as_file(files: Sequence[File]) -> Iterator[None]:
+    """Turn VersionError about what files hold into FormatError, so that others are looked for."""
+    try:
+        yield
+    except VersionError as error:
+        raise FormatError(f"{', '.join(file.name for file in files[:3])}: {error}") from error
+
+
 class Whole:
-    """A whole model that is read and checked, and waits to be written."""
+    """A whole model that is read and checked, and waits to be written.
+
+    Parameters
+    ----------
+    tensors
+        Those of the version.
+    target
+        Where they are written to.
+    places
+        For each tensor of the version the target's that takes its values, or itself.
+    """
 
     def __init__(
-        self,
-        version: Version,
-        tensors: Mapping[str, Tensor],
-        target: Target,
-        given: Mapping[str, Tensor],
-        strict: bool,
-        newest: Version,
+        self, tensors: Mapping[str, Tensor], target: Target, places: Mapping[str, Tensor]
     ) -> None:
         check_writable(parts_of(target), target)
         self.waits = True
         self._tensors, self._target, self._there = tensors, target, _memory(target)
-        self._places = check_places(version, tensors, target, given, strict, newest)
-        parts = untied(parts_of(self._places)).items()
-        self._written = {n: part for n, part in parts if self._places[n] is not tensors[n]}
+        self._places = places
+        parts = untied(parts_of(places)).items()
+        self._written = {name: part for name, part in parts if places[name] is not tensors[name]}
 
     def apply(self) -> None:
         """Write it into the target's tensors; a mapping also gets the tensors that it lacks."""
@@ -132,123 +184,6 @@ class Whole:
 
 def _memory(target: Target) -> dict[str, object]:
     return {name: memory_of(tensor) for name, tensor in tensors_of(target).items()}
-
-
-def check_places(
-    version: Version,
-    theirs: Mapping[str, Tensor],
-    target: Weights,
-    given: Mapping[str, Tensor],
-    strict: bool,
-    newest: Version,
-) -> dict[str, Tensor]:
-    """Return for each tensor of a version the target's tensor that takes its values.
-
-    It is the version's own tensor where the target has none. Tied ones are one tensor. Errors also
-    name the version ``newest``, to which the other one is a step.
-
-    Raises
-    ------
-    VersionError
-        If a tensor of a module, or one that was given, would have to be another one. If they are
-        ``strict``, also if the version or the target has a tensor that the other one lacks under
-        all its names.
-    """
-    ours = tensors_of(target)
-    there, here = owners(parts_of(theirs)), owners(parts_of(ours))
-    kept = {name for name, one in given.items() if ours.get(name) is one}
-    first: dict[str, str] = {}
-    taken: set[str] = set()
-    for name in sorted(theirs.keys() & ours.keys()):
-        free = there[name] not in first and here[name] not in taken
-        if free and _kind(theirs[name]) == _kind(ours[name]):
-            first[there[name]] = name
-            taken.add(here[name])
-    places = {}
-    for name, tensor in theirs.items():
-        at = first.get(there[name])
-        if at is None:
-            places[name] = tensor
-        else:  # its own tensor object, where that has the same memory
-            places[name] = ours[name if here.get(name) == here[at] else at]
-    is_module = isinstance(target, nn.Module)
-    must = theirs.keys() | ours.keys() if is_module else kept & theirs.keys()
-    wrong = {name for name in must if places.get(name) is not ours.get(name)}
-    if strict:
-        wrong |= {name for name in theirs if there[name] not in first}
-        wrong |= {name for name in ours if here[name] not in taken}
-    if wrong:
-        on_the_way = "" if newest == version else f", on the way to version {newest},"
-        partly = "" if is_module else ", or with partial=True, if one side may have fewer tensors"
-        raise VersionError(
-            f"version {version}{on_the_way} has other tensors than the weights given, or ties"
-            f" others: {_difference(sorted(wrong, key=_plainly), theirs, ours)}; begin with weights"
-            f" that have its tensors and ties, or without any{partly}"
-        )
-    return places
-
-
-def _plainly(name: str) -> tuple[bool, str]:
-    """Order names by how much they tell of what is wrong."""
-    return _PARAMETRISED not in name, name
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"
-
-
-def _difference(
-    wrong: Sequence[str], theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]
-) -> str:
-    """Say which tensors one side lacks, or else how the first one differs."""
-    extra = [name for name in wrong if name not in theirs]
-    lacking = [name for name in wrong if name not in ours]
-    if extra or lacking:
-        told = [f"have {_first_of(extra)} that the version lacks"] if extra else []
-        told += [f"lack {_first_of(lacking)}"] if lacking else []
-        why = ""
-        if _PARAMETRISED in (name := wrong[0]):
-            there = "version" if name in theirs else "weights"
-            why = (
-                f", because a parametrisation in the {there} computes a tensor from"
-                f" '{shown(name)}'; do remove_parametrizations() there, or register the same ones"
-                " on both sides"
-            )
-        return f"the weights {', and '.join(told)}{why}"
-    name = wrong[0]
-    if _kind(theirs[name]) != _kind(ours[name]):
-        return f"'{shown(name)}' is {_kind(theirs[name])} there, and {_kind(ours[name])} here"
-    tied, here = (_tied_to(name, those) or "none" for those in (theirs, ours))
-    return f"'{shown(name)}' is tied to {tied} there, and to {here} here"
-
-
-def _first_of(names: Sequence[str]) -> str:
-    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"'{shown(names[0])}'{others}"
-
-
-def _tied_to(name: str, tensors: Mapping[str, Tensor]) -> list[str]:
-    owner = owners(parts_of(tensors))
-    return few(other for other in owner if owner[other] == owner[name] and other != name)
-
-
-def whole_of(files: list[File]) -> dict[str, Tensor]:
-    """Return the tensors of a whole model: stored as such, or by several processes as chunks."""
-    if files[0].whole:
-        return {name: tensor for file in files for name, tensor in file.tensors().items()}
-    whole: dict[str, Tensor] = {}
-    with failing_as_file([file.name for file in files]):
-        apply_(whole, [chunk for file in files for chunk in file.chunks()])
-    return whole
-
-
-@contextmanager
-def failing_as_file(names: Sequence[str]) -> Iterator[None]:
-    """Turn VersionError about what files hold into FormatError, so that others are looked for."""
-    try:
-        yield
-    except VersionError as error:
-        raise FormatError(f"{', '.join(names[:3])}: {error}") from error
 
 
 Step: TypeAlias = Prepared | Whole
@@ -315,35 +250,22 @@ class Kept:
             return self._slices(entry, files, newest, self._only)
         if entry.base is None:
             return entry, self._whole(entry, files, newest)
-        return entry, self._delta(entry, files, since, newest)
+        return entry, self._delta(entry, entry.base, files, since, newest)
 
     def _whole(self, entry: Entry, files: list[File], newest: Version) -> Whole:
-        tensors = whole_of(files)
-        found = version_of(tensors, entry.version.number)
-        if found != entry.version:
-            raise FormatError(f"{entry.names[0]} holds {found} instead of {entry.version}")
+        tensors = read_whole(files, entry.version)
         if not self._moved and not isinstance(self._weights, nn.Module):
             self.target = tensors_of(self._weights, tensors.keys())
             self._given = dict(self.target) if self._given else {}
-        return Whole(entry.version, tensors, self.target, self._given, self._is_strict, newest)
+        places = self._places(entry.version, tensors, newest)
+        return Whole(tensors, self.target, places)
 
     def _delta(
-        self, entry: Entry, files: list[File], since: Version | None, newest: Version
+        self, entry: Entry, base: Version, files: list[File], since: Version | None, newest: Version
     ) -> Prepared:
-        chunks = [read_chunk(chunk) for file in files for chunk in file.chunks()]
-        with failing_as_file(entry.names):
-            check_together(chunks)
-        base = chunks[0].base
-        made = base.after(chunks[0].target, sum(chunk.sum for chunk in chunks))
-        if (base, made) != (entry.base, entry.version):
-            raise FormatError(
-                f"{entry.names[0]} makes version {made} of {base}, not {entry.version} of"
-                f" {entry.base}"
-            )
-        prepared = prepare(self.target, chunks, since)
+        prepared = prepare_read(self.target, read_chunks(files, base, entry.version), since)
         if self._given:
-            theirs, strict = prepared.tensors, self._is_strict
-            check_places(entry.version, theirs, self.target, self._given, strict, newest)
+            self._places(entry.version, prepared.tensors, newest)
         return prepared
 
     def _slices(
@@ -355,14 +277,62 @@ class Kept:
         if entry.base is None:
             tensors = sliced_of(files, only, entry.version)
             entry = replace(entry, elements=elements_of(parts_of(tensors)))
-            step = Whole(entry.version, tensors, self.target, self._given, self._is_strict, newest)
+            step = Whole(tensors, self.target, self._places(entry.version, tensors, newest))
         else:
             told = (chunks_of(file, only, entry.base, entry.version) for file in files)
             chunks = list(chain.from_iterable(told))
-            with failing_as_file(entry.names):
+            with failing_as_file(files):
                 check_together(chunks, some=True)
             step = prepare_slices(self.target, chunks, entry.version)
         return replace(entry, bytes=sum(file.taken for file in files)), step
+
+    def _places(
+        self, version: Version, theirs: Mapping[str, Tensor], newest: Version
+    ) -> dict[str, Tensor]:
+        """Return for each tensor of a version the one of the target that takes its values.
+
+        It is the version's own tensor where the target has none. Tied ones are one tensor. Errors
+        also name the version ``newest``, to which the other one is a step.
+
+        Raises
+        ------
+        VersionError
+            If a tensor of a module, or one that was given, would have to be another one. If all
+            must be there, also if the version or the target has a tensor that the other one lacks
+            under all its names.
+        """
+        ours = tensors_of(self.target)
+        there, here = owners(parts_of(theirs)), owners(parts_of(ours))
+        first: dict[str, str] = {}
+        taken: set[str] = set()
+        for name in sorted(theirs.keys() & ours.keys()):
+            free = there[name] not in first and here[name] not in taken
+            if free and _kind(theirs[name]) == _kind(ours[name]):
+                first[there[name]] = name
+                taken.add(here[name])
+        places = {}
+        for name, tensor in theirs.items():
+            at = first.get(there[name])
+            if at is None:
+                places[name] = tensor
+            else:  # its own tensor object, where that has the same memory
+                places[name] = ours[name if here.get(name) == here[at] else at]
+        kept = {name for name, one in self._given.items() if ours.get(name) is one}
+        is_module = isinstance(self.target, nn.Module)
+        must = theirs.keys() | ours.keys() if is_module else kept & theirs.keys()
+        wrong = {name for name in must if places.get(name) is not ours.get(name)}
+        if self._is_strict:
+            wrong |= {name for name in theirs if there[name] not in first}
+            wrong |= {name for name in ours if here[name] not in taken}
+        if wrong:
+            on_the_way = "" if newest == version else f", on the way to version {newest},"
+            partly = ", or with partial=True, if one side may have fewer tensors"
+            raise VersionError(
+                f"version {version}{on_the_way} has other tensors than the weights given, or ties"
+                f" others: {_difference(wrong, theirs, ours)}; begin with weights that have its"
+                f" tensors and ties, or without any{'' if is_module else partly}"
+            )
+        return places
 
     def follow(self, inverse: Inverse | None, undone: bool = False) -> None:
         """Note that a delta, which has an inverse, or a whole model was written, or undone."""
@@ -377,3 +347,43 @@ class Kept:
     def expected(self, version: Version) -> Version:
         """Return the version that `version_of` makes of the weights, if they are this one."""
         return version if self._only is None else replace(version, sum=self._sum)
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _difference(
+    names: Collection[str], theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]
+) -> str:
+    """Say which tensors one side lacks, or else how the first one differs."""
+    wrong = sorted(names, key=lambda name: (_PARAMETRISED not in name, name))  # they tell the most
+    extra = [name for name in wrong if name not in theirs]
+    lacking = [name for name in wrong if name not in ours]
+    if extra or lacking:
+        told = [f"have {_first_of(extra)} that the version lacks"] if extra else []
+        told += [f"lack {_first_of(lacking)}"] if lacking else []
+        why = ""
+        if _PARAMETRISED in (name := wrong[0]):
+            there = "version" if name in theirs else "weights"
+            why = (
+                f", because a parametrisation in the {there} computes a tensor from"
+                f" '{shown(name)}'; do remove_parametrizations() there, or register the same ones"
+                " on both sides"
+            )
+        return f"the weights {', and '.join(told)}{why}"
+    name = wrong[0]
+    if _kind(theirs[name]) != _kind(ours[name]):
+        return f"'{shown(name)}' is {_kind(theirs[name])} there, and {_kind(ours[name])} here"
+    tied, here = (_tied_to(name, those) or "none" for those in (theirs, ours))
+    return f"'{shown(name)}' is tied to {tied} there, and to {here} here"
+
+
+def _first_of(names: Sequence[str]) -> str:
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"'{shown(names[0])}'{others}"
+
+
+def _tied_to(name: str, tensors: Mapping[str, Tensor]) -> list[str]:
+    owner = owners(parts_of(tensors))
+    return few(other for other in owner if owner[other] == owner[name] and other != name)

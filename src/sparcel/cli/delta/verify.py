@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,8 +22,6 @@ from sparcel.cli.delta.places import (
 from sparcel.errors import FormatError, InputError, SparcelError, VersionError, public_url
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from sparcel.delta import Entry, Store, Version
     from sparcel.delta.files import File
 
@@ -55,33 +54,33 @@ def verify(
                 what, faults = "not read", [str(error)]
         for fault in faults:
             shown.print(f"{told}: {fault}")
-        shown.print(f"{told}: {what}; {_count(faults)}")
+        count = {0: "nothing is wrong", 1: "1 fault"}.get(len(faults), f"{len(faults)} faults")
+        shown.print(f"{told}: {what}; {count}")
         wrong = wrong or bool(faults)
     if wrong:
         raise typer.Exit(1)
 
 
-def _count(faults: list[str]) -> str:
-    if not faults:
-        return "nothing is wrong"
-    return "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
-
-
 def _file(path: Path) -> tuple[str, list[str]]:
     """Return what a file is, and what is wrong with it."""
+    what = "a file"
     try:
         if is_delta(path):
+            from sparcel.delta.kept import read_chunks
+
             file = open_delta(path)
             base, version = file.version("base"), file.version()
-            return f"a delta from version {base} to {version}", _delta_faults([file], base, version)
+            what = f"a delta from version {base} to {version}"
+            read_chunks([file], base, version)
+            return what, []
         checkpoint = open_checkpoint(path)
+        found, stated = checkpoint.version(), checkpoint.stated
     except FormatError as error:
-        return "a file", [str(error)]
-    if checkpoint.stated is None:
-        found = checkpoint.version()
+        return what, [str(error)]
+    if stated is None:
         return f"a checkpoint that states no version; its sum is {found.sum:016x}", []
-    what = f"a checkpoint of version {checkpoint.stated}"
-    return what, _anchor_faults(checkpoint.tensors, checkpoint.stated)
+    what = f"a checkpoint of version {stated}"
+    return what, [] if found == stated else [f"the weights are {found} instead of version {stated}"]
 
 
 def _store(place: str) -> tuple[str, list[str]]:
@@ -93,10 +92,8 @@ def _store(place: str) -> tuple[str, list[str]]:
         index = index_of(place, store)
     except FormatError as error:
         return "a store", [str(error)]
-    checking = _Checking(store)
-    for entry in index.entries:
-        checking.read(entry)
-    checking.replay()
+    checking = _Checking(store, index.entries)
+    checking.check()
     versions = len({entry.version for entry in index.entries})
     kept = sum(entry.bytes for entry in index.entries)
     what = f"a store of {versions} versions in {size(kept)}, the newest is {index.newest}"
@@ -104,162 +101,100 @@ def _store(place: str) -> tuple[str, list[str]]:
 
 
 class _Checking:
-    """What is wrong with the files of a store."""
+    """Goes to all versions of a store by all its files, and notes what is wrong with these."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, entries: tuple[Entry, ...]) -> None:
+        from sparcel.delta import Subscriber
+
         self.faults: list[str] = []
-        self._store = store
-        self._sound: list[Entry] = []
-        self._left: list[Entry] = []
-        """Deltas that were not tried yet."""
-        self._ways: dict[Version, list[Entry]] = {}
-        """How each version can be made: by a whole model, and the deltas after it."""
+        self._store, self._usable = store, list(entries)
+        self._reader = Subscriber(store)
 
-    def read(self, entry: Entry) -> None:
-        """Check the files of an entry against what the index and the files state."""
+    def check(self) -> None:
+        """Read each whole model, and try each delta on the version that it is for.
+
+        Of the deltas from a version, the one to the next version comes last, and stays applied.
+        """
+        for entry in [entry for entry in self._usable if entry.base is None]:
+            self._step(entry, apply=False)
+        deltas = [(one.base, one) for one in self._usable if one.base is not None]
+        deltas.sort(key=lambda pair: (pair[0].number, -pair[1].version.number))
+        after = [base for base, _ in deltas[1:]]
+        for (base, entry), next_base in zip_longest(deltas, after):
+            if not self._go_to(base):
+                self._read_alone(entry, base)
+            elif self._step(entry) and next_base == base:
+                self._reader.rollback()
+
+    def _go_to(self, version: Version) -> bool:
+        """Make a version by the files that are not known to be wrong."""
+        from sparcel.delta import Index
+
+        try:
+            while way := Index(tuple(self._usable)).way(self._reader.version, version):
+                self._step(way[0])
+        except VersionError:  # nothing leads there
+            return False
+        return True
+
+    def _step(self, entry: Entry, apply: bool = True) -> bool:
+        """Read an entry as subscribers do; if it is wrong, note that, and use it no more."""
+        reader = self._reader
+        files = self._open(entry)
+        if files is None:
+            return False
+        try:
+            if entry.base is None and files[0].whole:
+                files[0].block_sums(entry.version)
+            read = reader._kept.read(entry, files, reader.version, entry.version)
+            if apply:
+                reader._apply(entry, reader.version, read[1])
+        except (FormatError, VersionError) as error:
+            self._fault(entry, str(error))
+            return False
+        return True
+
+    def _read_alone(self, entry: Entry, base: Version) -> None:
+        """Check a delta whose base cannot be made."""
+        from sparcel.delta.kept import check_stated, read_chunks
+
         files = self._open(entry)
         if files is None:
             return
         try:
-            faults = self._contents(entry, files)
-        except (FormatError, VersionError) as error:
-            faults = [str(error)]
-        for fault in faults:
-            self._fault(entry, fault)
-        if not faults:
-            self._sound.append(entry)
+            check_stated(entry, files)
+            read_chunks(files, base, entry.version)
+        except FormatError as error:
+            self._fault(entry, str(error))
+        else:
+            self._fault(entry, f"nothing sound leads to its base, version {base}")
 
     def _open(self, entry: Entry) -> list[File] | None:
         from sparcel.delta import read_index
-        from sparcel.delta.files import File
+        from sparcel.delta.kept import files_of
         from sparcel.stores import mapped
 
         try:
-            data = [(name, mapped(self._store, name)) for name in entry.names]
-            files = [File(one, name) for name, one in data]
+            files = files_of(
+                self._store, entry, sys.maxsize, lambda store, name, _: mapped(store, name)
+            )
         except FileNotFoundError:
             if entry in read_index(self._store).entries:  # so it was not removed meanwhile
                 self._fault(entry, "the index lists it, and it is missing")
+            else:
+                self._usable.remove(entry)
             return None
         except (FormatError, OSError) as error:
             self._fault(entry, str(error))
             return None
-        length = sum(len(one) for _, one in data)
+        length = sum(file.taken for file in files)
         if length != entry.bytes:
             self._fault(entry, f"it has {length} bytes instead of {entry.bytes}")
             return None
         return files
 
-    def _contents(self, entry: Entry, files: list[File]) -> list[str]:
-        from sparcel.delta.kept import check_stated, whole_of
-
-        check_stated(entry, files)
-        if entry.base is None and files[0].whole:
-            files[0].block_sums(entry.version)
-            return _anchor_faults(whole_of(files), entry.version)
-        base = entry.base or files[0].version("base")
-        faults = _delta_faults(files, base, entry.version)
-        return faults or ([] if entry.base else _anchor_faults(whole_of(files), entry.version))
-
-    def replay(self) -> None:
-        """Go from each whole model along the deltas, and try each delta that can be reached.
-
-        A chain of deltas is followed to its end. What other sound deltas make is made anew, for
-        those deltas that begin there and were not tried.
-        """
-        self._left = [entry for entry in self._sound if entry.base is not None]
-        self._ways = {entry.version: [entry] for entry in self._sound if entry.base is None}
-        while starts := [one.base for one in self._left if one.base in self._ways]:
-            start = min(starts, key=lambda version: (len(self._ways[version]), version.number))
-            tensors = self._made(self._ways[start])
-            if tensors is None:
-                del self._ways[start]
-            else:
-                self._follow(start, tensors)
-        for entry in self._left:
-            self._fault(entry, f"nothing sound leads to its base, version {entry.base}")
-
-    def _made(self, way: list[Entry]) -> dict[str, Tensor] | None:
-        """Make a version by a whole model and deltas, if these are still what they were."""
-        from sparcel.delta.kept import whole_of
-
-        anchor, *steps = way
-        files = self._open(anchor)
-        if files is None:
-            return None
-        tensors = whole_of(files)
-        return tensors if all(self._apply(step, tensors, undo=False) for step in steps) else None
-
-    def _follow(self, now: Version, tensors: dict[str, Tensor]) -> None:
-        """Try the deltas from a version, and go on from the nearest version that they reach."""
-        reached: Version | None = now
-        while reached is not None:
-            now, reached = reached, None
-            steps = sorted(
-                (entry for entry in self._left if entry.base == now),
-                key=lambda entry: entry.version.number,
-                reverse=True,
-            )
-            sound = [step for step in steps if self._apply(step, tensors, undo=step != steps[-1])]
-            self._left = [entry for entry in self._left if entry not in steps]
-            for step in sound:
-                self._ways.setdefault(step.version, [*self._ways[now], step])
-            if sound and (sound[-1] == steps[-1] or self._apply(sound[-1], tensors, undo=False)):
-                reached = sound[-1].version
-
-    def _apply(self, entry: Entry, tensors: dict[str, Tensor], undo: bool) -> bool:
-        """Apply a delta, or only try it, and tell whether it makes the version that it should."""
-        from sparcel.delta import apply_
-
-        files = self._open(entry)
-        if files is None:
-            return False
-        try:
-            made = apply_(tensors, [chunk for file in files for chunk in file.chunks()], entry.base)
-        except (FormatError, VersionError) as error:
-            self._fault(entry, str(error))
-            return False
-        right = made.version == entry.version
-        if not right:
-            self._fault(entry, f"it makes version {made.version} instead of {entry.version}")
-        if undo or not right:
-            made.undo()
-        return right
-
     def _fault(self, entry: Entry, fault: str) -> None:
+        """Note what is wrong with an entry, which is then used no more."""
         names = ", ".join(entry.names)
         self.faults.append(fault if names in fault else f"{names}: {fault}")
-
-
-def _anchor_faults(tensors: Mapping[str, Tensor], stated: Version) -> list[str]:
-    """Compare the sum of all weights with that of the version that they should be."""
-    from sparcel.delta import version_of
-
-    found = version_of(tensors, stated.number)
-    return [] if found == stated else [f"the weights are {found} instead of version {stated}"]
-
-
-def _delta_faults(files: list[File], base: Version, version: Version) -> list[str]:
-    """Compare the checksums of chunks, and the versions that they and the file state."""
-    from sparcel.delta.chunk import read_chunk
-
-    faults, total = [], 0
-    for file in files:
-        for number, data in enumerate(file.chunks()):
-            try:
-                chunk = read_chunk(data)
-            except FormatError as error:
-                faults.append(f"chunk {number}: {error}")
-                continue
-            total += chunk.sum
-            if (chunk.base, chunk.target) != (base, version.number):
-                faults.append(
-                    f"chunk {number} makes version {chunk.target} of version {chunk.base}, instead"
-                    f" of {version.number} of {base}"
-                )
-    made = base.after(version.number, total)
-    if not faults and made != version:
-        faults.append(
-            f"its chunks make version {made} instead of {version}: one is missing, or there twice"
-        )
-    return faults
+        self._usable.remove(entry)
