@@ -97,7 +97,7 @@ def attach_to_fewer(comm: Communicator) -> str:
 
 def test_a_group_of_other_ranks_is_refused(run_on: Any) -> None:
     for said in run_on(2, attach_to_fewer):
-        assert "wrapped for 2 ranks, group has 1" in said
+        assert "the model is on 2 ranks, group has 1" in said
 
 
 def attach_to_uneven_nodes(comm: Communicator) -> tuple[str, int]:

@@ -50,7 +50,7 @@ class AheadCalls(Follower):
         self._swap: Swap | None = None
         """That of the call under way, or of the last one."""
         self._guard = _Guard(ahead)
-        self._calls: list[_Call] = []
+        self._calls: list[_ModuleCall] = []
         super().__init__(ahead, self._before_step)
         self._calls += self._calls_of(model)
         for call in self._calls:
@@ -58,7 +58,7 @@ class AheadCalls(Follower):
         weakref.finalize(self, _remove, self._calls).atexit = False
         _keep_out_of_graphs()
 
-    def _calls_of(self, model: nn.Module) -> Iterator[_Call]:
+    def _calls_of(self, model: nn.Module) -> Iterator[_ModuleCall]:
         """Yield a call for each module that holds some of the parameters, the model's first.
 
         Reading a parametrised weight calls its `ParametrizationList`, also outside of a pass. That
@@ -77,7 +77,7 @@ class AheadCalls(Follower):
         for module in model.modules():
             slots = [slot for part in module.modules() for slot in own_slots.get(id(part), ())]
             if slots and not isinstance(module, ParametrizationList):
-                yield _Call(self, module, slots)
+                yield _ModuleCall(self, module, slots)
 
     def end(self) -> None:
         """Let the modules compute with their parameters, from now on."""
@@ -156,12 +156,12 @@ class AheadCalls(Follower):
         self._values.update(self._ahead.values(names))
 
 
-class _Call:
+class _ModuleCall:
     """What runs when a module is called: its own call, between a swap and its undoing.
 
     Each of the two is one call of C code that allocates nothing, in which Python handles no signal.
     The second is the first thing that happens after the module's own call, so that nothing can
-    come between. Copying or pickling a `_Call` gives None.
+    come between. Copying or pickling a `_ModuleCall` gives None.
     """
 
     def __init__(self, calls: AheadCalls, module: nn.Module, slots: Sequence[Slot]) -> None:
@@ -178,15 +178,15 @@ class _Call:
         if module is None:
             return
         own = module.__dict__.get(_CALL)
-        while isinstance(own, _Call) and own._attached() is None:
+        while isinstance(own, _ModuleCall) and own._attached() is None:
             own = own._own  # of a handle that is gone
         self._own = own
         module.__dict__[_CALL] = self
 
     def restore(self) -> None:
-        """Run again if something else than a `_Call` has taken the place."""
+        """Run again if something else than a `_ModuleCall` has taken the place."""
         module = self._module()
-        if module is not None and not isinstance(module.__dict__.get(_CALL), _Call):
+        if module is not None and not isinstance(module.__dict__.get(_CALL), _ModuleCall):
             self.install()
 
     def remove(self) -> None:
@@ -219,7 +219,7 @@ class _Call:
         return result
 
 
-def _remove(calls: Iterable[_Call]) -> None:
+def _remove(calls: Iterable[_ModuleCall]) -> None:
     for call in calls:
         call.remove()
 
@@ -233,13 +233,13 @@ def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _keep_out_of_graphs() -> None:
-    """Let torch.compile skip the frame of a `_Call`, and not what the frame calls.
+    """Let torch.compile skip the frame of a `_ModuleCall`, and not what the frame calls.
 
     This imports the compiler, which DDP has imported already.
     """
     from torch._dynamo.decorators import skip
 
-    skip(_Call.__call__)
+    skip(_ModuleCall.__call__)
 
 
 class _Guard:

@@ -11,13 +11,13 @@ from torch.distributed._composable.contract import _get_registry
 from torch.nn.parallel import DistributedDataParallel
 
 from sparcel._checks import check_type
-from sparcel.comm import Group, size_of
+from sparcel.comm import Group
 from sparcel.ddp.ahead import AheadCalls
 from sparcel.ddp.hook import Hook
 from sparcel.errors import InputError
 from sparcel.training import Averager, Shard
 from sparcel.training.ahead import Arrange
-from sparcel.training.driver import Unaveraged
+from sparcel.training.driver import Unaveraged, check_group
 from sparcel.training.names import model_name
 
 _WAS_LATE = "was frozen when the model was wrapped, or was no part of it"
@@ -38,7 +38,7 @@ class DDPDriver:
     def __init__(self, model: object, group: Group) -> None:
         self._model = model = _checked_model(model)
         self.group: Group = model.process_group if group is None else group
-        _check_ranks(model, self.group)
+        check_group(self.group, dist.get_world_size(model.process_group))
         self.parameters: Mapping[str, Tensor] = {
             model_name(name): parameter
             for name, parameter in model.module.named_parameters()
@@ -65,15 +65,6 @@ class DDPDriver:
         ignored = {model_name(name) for name in self._model.parameters_to_ignore}
         late = Unaveraged(self._model.module, lambda: averaged, ignored, _WAS_LATE, _WAY_OUT)
         averager.on_close(late.end)
-
-
-def _check_ranks(model: DistributedDataParallel, group: Group) -> None:
-    ranks = dist.get_world_size(model.process_group)
-    if (given := size_of(group)) != ranks:
-        raise InputError(
-            f"the model was wrapped for {ranks} ranks, group has {given}; pass the same process"
-            " group to both, or none to sparcel"
-        )
 
 
 def _as_in_buckets(parameters: Iterable[Tensor]) -> Arrange:

@@ -93,13 +93,13 @@ class _Gather:
     group
         The group.
     extensions
-        The parameters that can be moved, each with what FSDP calls before it gathers and after it.
+        The parameters that can be moved, each with what FSDP calls before it gathers it.
     """
 
     def __init__(self, group: ParameterGroup, ahead: Ahead) -> None:
         self.group, self._ahead = group, ahead
         self.extensions = [
-            (held, _Before(self, held), _after) for held in group.held if held.name in ahead.names
+            (held, _Before(self, held)) for held in group.held if held.name in ahead.names
         ]
         self._is_moved = self._is_left = False
         """Whether the last gather got moved values, and whether they may be left by a pass."""
@@ -110,12 +110,12 @@ class _Gather:
 
     def extend(self) -> None:
         """Let FSDP ask for the shards."""
-        for held, before, after in self.extensions:
-            held.set_extension(before, after)
+        for held, before in self.extensions:
+            held.set_extension(before, _after)
 
     def remove(self) -> None:
         """Let FSDP gather the shards as they are."""
-        for held, *_ in self.extensions:
+        for held, _ in self.extensions:
             held.remove_extension()
 
     def begin(self, training: bool, with_gradients: bool) -> None:

@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from sparcel._checks import check_type
-from sparcel.comm import Group, size_of
+from sparcel.comm import Group
 from sparcel.errors import InputError
 from sparcel.fsdp.ahead import AheadShards
 from sparcel.fsdp.groups import MESH, SHARD, ParameterGroup, Parameters, groups_of, recover
 from sparcel.fsdp.hook import GroupHook, Hook
 from sparcel.training import Averager, Shard
-from sparcel.training.driver import Unaveraged
+from sparcel.training.driver import Unaveraged, check_group
 from sparcel.training.names import model_name
 
 Replicas: TypeAlias = DeviceMesh | dist.ProcessGroup | None
@@ -53,7 +53,10 @@ class FSDPDriver:
         parameters = Parameters(held for group in self._groups for held in group.held)
         mesh = checked_mesh(parameters)
         columns = _checked_columns(replicas, mesh)
-        self.group = _group_of_all(columns, replicas, mesh.device_type, group)
+        ranks = sorted(rank for column in columns for rank in column)
+        everyone = group_of_ranks(ranks, replicas, mesh.device_type) if group is None else group
+        check_group(everyone, len(ranks))
+        self.group: Group = everyone
         number = next(n for n, ranks in enumerate(columns) if dist.get_rank() in ranks)
         copied = frozenset(n for n, one in parameters.items() if _is_copied(one, mesh))
         self.shard: Shard | None = Shard(number, parameters, copied)
@@ -204,24 +207,6 @@ def _checked_columns(replicas: dist.ProcessGroup, mesh: DeviceMesh) -> list[tupl
             f" one mesh: {MESH}"
         )
     return columns
-
-
-def _group_of_all(
-    columns: list[tuple[int, ...]], replicas: dist.ProcessGroup, device: str, group: Group
-) -> Group:
-    """Return the group of all these ranks; ``group`` if it is given.
-
-    ``device`` is the type of device that the model is on.
-    """
-    ranks = sorted(rank for column in columns for rank in column)
-    if group is not None:
-        if (given := size_of(group)) != len(ranks):
-            raise InputError(
-                f"the model is on {len(ranks)} ranks, group has {given}; give the group of all of"
-                " them, or none"
-            )
-        return group
-    return group_of_ranks(ranks, replicas, device)
 
 
 def group_of_ranks(ranks: list[int], like: dist.ProcessGroup, device: str) -> dist.ProcessGroup:

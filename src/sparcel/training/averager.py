@@ -19,7 +19,7 @@ from sparcel.schemes import Scheme
 from sparcel.side_stream import refuse_capture
 from sparcel.training.ahead import Ahead, Arrange, in_order
 from sparcel.training.handle import Handle
-from sparcel.training.layout import Queued, end_to_end
+from sparcel.training.layout import end_to_end
 from sparcel.training.policy import (
     Policy,
     Scope,
@@ -245,7 +245,7 @@ class Averager:
         """
         check_vector(vector, places, self._session.device)
         arranged = self._session.treatment.arranged(places, vector.numel())
-        return self._open().queue(Queued(vector.detach(), arranged))
+        return self._open().queue(vector.detach(), arranged)
 
     def queue_rows(self, name: str, gradient: Tensor) -> None:
         """Queue the exchange of a sparse gradient (COO, one sparse dimension), as `queue` does."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sparcel._checks import check_type
-from sparcel.comm import Group
+from sparcel.comm import Group, size_of
 from sparcel.errors import InputError, warn_on_rank_0
 from sparcel.training.ahead import Ahead
 from sparcel.training.averager import Averager
@@ -51,6 +51,15 @@ class Driver(Protocol):
 
     def start(self, averager: Averager) -> None:
         """Let the averager exchange gradients from now on."""
+
+
+def check_group(group: Group, ranks: int) -> None:
+    """Raise `InputError` unless a group is of as many ranks as train the model."""
+    if (given := size_of(group)) != ranks:
+        raise InputError(
+            f"the model is on {ranks} ranks, group has {given}; give the group of all of them, or"
+            " none"
+        )
 
 
 def checked_optimizers(given: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:

@@ -57,14 +57,6 @@ class Arrangement:
         return [piece.place for piece in self.small]
 
 
-@dataclass(frozen=True)
-class Queued:
-    """A flat vector and its tensors."""
-
-    vector: Tensor
-    arranged: Arrangement
-
-
 class Position(NamedTuple):
     """A tensor's place among all vectors of a step; ``size`` is that of the whole vector."""
 
@@ -152,44 +144,45 @@ def layers_of(pieces: Sequence[Piece], size: int) -> list[Layer]:
     return layers
 
 
-def joined(parts: Sequence[Queued], doubled: bool) -> tuple[Queued, list[tuple[Tensor, Tensor]]]:
+def joined(
+    parts: Sequence[tuple[Tensor, Arrangement]], doubled: bool
+) -> tuple[Tensor, Arrangement, list[tuple[Tensor, Tensor]]]:
     """Join vectors to one of the widest dtype, or of float64 if ``doubled``.
 
     Tensors with a density of their own go to the end, so that the others form one layer.
 
     Returns
     -------
-    Queued
+    Tensor, Arrangement
         The vector that holds all others; one vector alone, if its other tensors are one layer.
     list
         Where its values belong: ranges of the given vectors, each with that range of the joined
         one. Empty for one vector alone.
     """
     cuts = [
-        (part, start, stop, own is not None)
-        for part in parts
-        for start, stop, own in layers_of(part.arranged.large, len(part.vector))
-        or [(0, len(part.vector), None)]
+        (part, arranged, start, stop, own is not None)
+        for part, arranged in parts
+        for start, stop, own in layers_of(arranged.large, len(part)) or [(0, len(part), None)]
     ]
-    as_it_is = not doubled or parts[0].vector.dtype == torch.float64
+    as_it_is = not doubled or parts[0][0].dtype == torch.float64
     if len(parts) == 1 and as_it_is and sum(not own for *_, own in cuts) <= 1:
-        return parts[0], []
-    cuts.sort(key=itemgetter(3))  # stable: otherwise they stay in the order of queueing
-    ranges = [part.vector[start:stop] for part, start, stop, _ in cuts]
+        return *parts[0], []
+    cuts.sort(key=itemgetter(4))  # stable: otherwise they stay in the order of queueing
+    ranges = [part[start:stop] for part, _, start, stop, _ in cuts]
     vector = torch.cat(ranges)
     if doubled:
         vector = vector.double()
     small: list[Piece] = []
     large: list[Piece] = []
     end = 0
-    for part, start, stop, _ in cuts:
-        for pieces, moved in ((part.arranged.small, small), (part.arranged.large, large)):
+    for _, arranged, start, stop, _ in cuts:
+        for pieces, moved in ((arranged.small, small), (arranged.large, large)):
             inside = (piece for piece in pieces if start <= piece.start < stop)
             moved.extend(_moved(piece, piece.start - start + end) for piece in inside)
         end += stop - start
     places = vector.split([len(values) for values in ranges])
-    whole = Queued(vector, Arrangement(tuple(small), tuple(large)))
-    return whole, list(zip(ranges, places, strict=True))
+    arrangement = Arrangement(tuple(small), tuple(large))
+    return vector, arrangement, list(zip(ranges, places, strict=True))
 
 
 def zeros_in(vector: Tensor, pieces: Sequence[Piece]) -> list[Range]:

@@ -76,6 +76,39 @@ def check_carrier(carrier: Carrier, comm: Communicator) -> None:
         )
 
 
+def device_of(tensors: Mapping[str, Tensor]) -> torch.device:
+    """Return the device of the first tensor, before `check_device` looks at all of them."""
+    return next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+
+
+def check_device(tensors: Mapping[str, Tensor], comm: Communicator) -> torch.device:
+    """Return the one device that all tensors are on, if the communicator reaches it.
+
+    Raises
+    ------
+    InputError
+        When there are no tensors, or they hold no floats, or floats of 8 bits, or they are on
+        several devices or another type of device.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in FLOAT_DTYPES:
+            raise InputError(
+                f"tensors must hold floats to be averaged, of 16 bits or more, {name!r} has"
+                f" {tensor.dtype}"
+            )
+    devices = {tensor.device for tensor in tensors.values()}
+    if len(devices) != 1:
+        found = sorted(map(str, devices)) or "no tensors"
+        raise InputError(f"tensors must be on one device, got {found}")
+    device = devices.pop()
+    if comm.device != device:
+        raise InputError(
+            f"the tensors are on {device}, the group communicates from {comm.device}; sparcel takes"
+            " tensors of the CPU, over any group but one of NCCL alone, and of GPUs of CUDA"
+        )
+    return device
+
+
 @dataclass(frozen=True, eq=False)
 class Shard:
     """The shard of all tensors that this rank holds, where no rank holds them whole.
@@ -172,13 +205,6 @@ class Ranks:
         everyone = self.everyone
         return everyone.call(Call.of(what, facts), lambda: everyone.gather_numbers(number))
 
-    def agree_on_finite(self, finite: bool, step: int) -> bool:
-        """Return whether a step was finite on the ranks of all shards, inside a job.
-
-        The ranks that average the same shard know it of one another.
-        """
-        return all(self.tell("agree", int(finite), step=step))
-
     def check_alike(
         self, scheme: Scheme, settings: tuple[object, ...], treatment: Treatment
     ) -> None:
@@ -253,36 +279,3 @@ class Ranks:
         """End the communicator if it was made for this exchange."""
         if self.owned is not None:
             self.owned.close()
-
-
-def device_of(tensors: Mapping[str, Tensor]) -> torch.device:
-    """Return the device of the first tensor, before `check_device` looks at all of them."""
-    return next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
-
-
-def check_device(tensors: Mapping[str, Tensor], comm: Communicator) -> torch.device:
-    """Return the one device that all tensors are on, if the communicator reaches it.
-
-    Raises
-    ------
-    InputError
-        When there are no tensors, or they hold no floats, or floats of 8 bits, or they are on
-        several devices or another type of device.
-    """
-    for name, tensor in tensors.items():
-        if tensor.dtype not in FLOAT_DTYPES:
-            raise InputError(
-                f"tensors must hold floats to be averaged, of 16 bits or more, {name!r} has"
-                f" {tensor.dtype}"
-            )
-    devices = {tensor.device for tensor in tensors.values()}
-    if len(devices) != 1:
-        found = sorted(map(str, devices)) or "no tensors"
-        raise InputError(f"tensors must be on one device, got {found}")
-    device = devices.pop()
-    if comm.device != device:
-        raise InputError(
-            f"the tensors are on {device}, the group communicates from {comm.device}; sparcel takes"
-            " tensors of the CPU, over any group but one of NCCL alone, and of GPUs of CUDA"
-        )
-    return device

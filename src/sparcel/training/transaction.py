@@ -22,7 +22,7 @@ from sparcel.schemes import Costs, Outcome, Request, Scheme, named
 from sparcel.side_stream import used_here
 from sparcel.stream import SparseStream
 from sparcel.training.ahead import Ahead
-from sparcel.training.layout import Queued, joined, zeros_in
+from sparcel.training.layout import Arrangement, joined, zeros_in
 from sparcel.training.policy import Treatment
 from sparcel.training.ranks import Ranks
 from sparcel.training.residuals import Residuals
@@ -102,7 +102,7 @@ class Transaction:
         self._jobs: list[Job[None]] = []
         self._updates: list[Tensor] = []
         """The flat tensors that were queued, which hold the updates at the end."""
-        self._held: list[Queued] = []
+        self._held: list[tuple[Tensor, Arrangement]] = []
         """The vectors of which one selection will be made, when the step ends."""
         self._copies: list[tuple[Tensor, Tensor]] = []
         """Ranges of queued vectors, each with the tensor that gets its updates."""
@@ -121,11 +121,11 @@ class Transaction:
         """Whether some rank may owe something of an old memory after this step."""
         self._traffic_before = replace(self._comm.traffic)
 
-    def queue(self, queued: Queued) -> Job[None]:
+    def queue(self, vector: Tensor, arranged: Arrangement) -> Job[None]:
         """Exchange a vector in its turn, or hold it if one selection is made over all vectors."""
-        self._include(queued.arranged.names)
-        self._updates.append(queued.vector)
-        return self._submit(partial(self._take, queued))
+        self._include(arranged.names)
+        self._updates.append(vector)
+        return self._submit(partial(self._take, vector, arranged))
 
     def queue_rows(self, name: str, gradient: Tensor) -> None:
         """Average a sparse gradient (COO) over the ranks in its turn; nothing is left out.
@@ -184,12 +184,12 @@ class Transaction:
         with adding_to(self._checks):
             job()
 
-    def _take(self, queued: Queued) -> None:
-        self.costs.dense_bytes += ring_bytes(queued.vector.nbytes, self._comm.size)
-        if self._session.treatment.scope == "model" and queued.arranged.large:
-            self._held.append(queued)
+    def _take(self, vector: Tensor, arranged: Arrangement) -> None:
+        self.costs.dense_bytes += ring_bytes(vector.nbytes, self._comm.size)
+        if self._session.treatment.scope == "model" and arranged.large:
+            self._held.append((vector, arranged))
         else:
-            self._exchange(queued)
+            self._exchange(vector, arranged)
 
     def _exchange_held(self) -> None:
         """Exchange the vectors that were held as one."""
@@ -197,12 +197,12 @@ class Transaction:
             # Memory stays in one dtype, also in steps without the tensors that are float64.
             treatment = self._session.treatment
             doubled = treatment.selects and treatment.memory_dtype == torch.float64
-            all_of_them, self._copies = joined(self._held, doubled)
-            self._exchange(all_of_them)
+            vector, arranged, self._copies = joined(self._held, doubled)
+            self._exchange(vector, arranged)
 
-    def _exchange(self, queued: Queued) -> None:
+    def _exchange(self, vector: Tensor, arranged: Arrangement) -> None:
         """Replace the tensors in a vector by their updates, except for small ones if those wait."""
-        session, vector, arranged = self._session, queued.vector, queued.arranged
+        session = self._session
         places = [vector[start:stop] for start, stop in arranged.apart]
         gradients = torch.cat(places) if places else None
         sent_whole, large, flush = False, arranged.large, session.residuals.flush
@@ -284,7 +284,9 @@ class Transaction:
         session = self._session
         self._outcomes, finite = self.costs.settle(self._outcomes, self._flags)
         if session.ranks.shard is not None:
-            finite = session.ranks.agree_on_finite(finite, session.residuals.steps)
+            # The ranks that average the same shard know it of one another; others do not.
+            told = session.ranks.tell("agree", int(finite), step=session.residuals.steps)
+            finite = all(told)
         self.finite, flush = finite, session.residuals.flush
         if not finite:
             self._void()
