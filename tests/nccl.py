@@ -222,8 +222,7 @@ def reduced_here(comm: Communicator, far: Communicator, format: Format) -> list[
     assert stream.indices is not None
     there = SparseStream.unchecked(put(stream.indices, far), put(stream.values, far), stream.size)
     results = [
-        algorithm.reduce(there, Wire(far, format), SUM, case.max_nnz)
-        for algorithm in ALGORITHMS.values()
+        algorithm(there, Wire(far, format), SUM, case.max_nnz) for algorithm in ALGORITHMS.values()
     ]
     results += [collective(there, Wire(far), 50).total for collective in (gtopk, oktopk)]
     results.append(broadcast(there, Wire(far), far.size - 1))

@@ -108,7 +108,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (analysis.fill_in, {"gradients": [X], "densities": [1]}, "gradients densities selectors"),
     (analysis.plot_fill_in, {"path": "fill_in.svg"}, "measured"),
     (cost.Problem, PROBLEM, "size k ranks ranks_per_node itemsize spread"),
-    (cost.predict, {"problem": None, "stages": iter}, "stages problem"),
+    (cost.predict, {"problem": None, "formula": iter}, "formula problem"),
     (
         cost.stated_rates,
         {"bandwidth": 1e9, "latency_s": 0, "ranks": 2},

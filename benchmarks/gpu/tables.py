@@ -10,17 +10,18 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from sparcel.comm import ring_bytes
-from sparcel.cost.predict import count
+from sparcel.cost import Problem, count
+from sparcel.cost.formulas import by_regions
 from sparcel.formats import format_named
 from sparcel.kernels import Regions
-from sparcel.regions import phase, stages
-from sparcel.stages import Problem
+from sparcel.regions import phase
 
 RESULTS = Path(__file__).parents[1] / "results"
 BEFORE = "958b5150"
@@ -126,7 +127,7 @@ def bytes_by_regions(shares: tuple[float, float], format: str) -> float:
     """Return the bytes that a rank sends where these shares travel by regions."""
     up, down = shares
     problem = Problem(SIZE, round(up * SIZE), RANKS, format=format_named(format))
-    return count(lambda one: stages(one, round(down * SIZE)), problem).bytes_sent
+    return count(partial(by_regions, returned=round(down * SIZE)), problem).bytes_sent
 
 
 def computed() -> Iterator[str]:

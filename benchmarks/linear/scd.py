@@ -32,7 +32,7 @@ from benchmarks.linear.data import SETS, rows_of
 from benchmarks.machine import machine
 from benchmarks.record import Row, write
 from sparcel import collectives
-from sparcel.collectives.plain_sum import plain_sum
+from sparcel.collectives.doubling import plain_sum
 from sparcel.comm import Communicator, world
 from sparcel.kernels import index_dtype
 from sparcel.linear.coordinate_descent import Scd

@@ -25,10 +25,9 @@ from benchmarks.network.scale import ETHERNET
 from benchmarks.record import show, write
 from benchmarks.training.models import Words
 from sparcel import SparseStream, patterns
-from sparcel.collectives._global_topk import global_topk
 from sparcel.collectives.oktopk import gather_winners
 from sparcel.collectives.reduce_scatter import reduce_regions
-from sparcel.collectives.regions import average_boundaries, balanced_boundaries
+from sparcel.collectives.winners import average_boundaries, balanced_boundaries, global_topk
 from sparcel.comm import Communicator
 from sparcel.wire import Wire
 

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from sparcel.bench.contenders import STEP
-from sparcel.bench.predicted import stages_for
+from sparcel.bench.predicted import formula_of
 from sparcel.collectives import ALGORITHMS
 from sparcel.cost import Problem, Rates, predict
 from sparcel.formats import RAW, format_named
@@ -76,8 +76,8 @@ def _repeated(seconds: Sequence[float]) -> float:
 
 def _predicted(row: Row, rates: Rates) -> float:
     """Return the predicted seconds of a row; the model knows no clusters any more."""
-    stages = stages_for(row["row"], rates)
-    assert stages is not None, "only rows with a prediction were measured"
+    formula = formula_of(row["row"])
+    assert formula is not None, "only rows with a prediction were measured"
     known = {name: value for name, value in row["problem"].items() if name != "clusters"}
     format = format_named(known.pop("format", RAW.name))
-    return predict(stages, Problem(**known, format=format), rates).seconds
+    return predict(formula, Problem(**known, format=format), rates).seconds

@@ -26,7 +26,7 @@ from benchmarks.machine import itself, machine
 from benchmarks.record import left_of, show, write
 from sparcel import SparseStream, simulate
 from sparcel.collectives import ALGORITHMS, broadcast, gtopk, oktopk
-from sparcel.collectives.halving_doubling import halving_doubling
+from sparcel.collectives.doubling import halving_doubling
 from sparcel.comm import Communicator, Network
 from sparcel.formats import Expected
 from sparcel.ops import SUM
@@ -106,7 +106,7 @@ def measure(name: str, ranks: int, size: int, count: int) -> dict[str, Any]:
         if name in SELECTING:
             total = SELECTING[name](stream, comm, count)
         else:
-            total = ALGORITHMS[name].reduce(stream, Wire(comm), SUM, count)
+            total = ALGORITHMS[name](stream, Wire(comm), SUM, count)
         return total.nnz, float(total.values.double().sum())
 
     start = time.perf_counter()

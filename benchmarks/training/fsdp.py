@@ -25,7 +25,7 @@ An exchange is what is done with a step's gradients once they are reduced in the
 FSDP's all-reduces, or the whole work of sparcel. ``speedup`` compares it with FSDP's in bfloat16.
 
 ``sent_bytes`` are what the ranks of the busiest node sent in a step, as `Handle.stats` counts them;
-``predicted_bytes`` what the stages of the scheme say. They are ``exact`` where it does not matter
+``predicted_bytes`` what the formula of the scheme says. They are ``exact`` where it does not matter
 which coordinates the ranks select, and otherwise expected of independent selections; of FSDP they
 are what rings send. ``link_bytes`` crossed the busiest link, headers and a barrier included.
 

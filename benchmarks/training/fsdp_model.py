@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +20,12 @@ from benchmarks.training.models import Words
 from benchmarks.training.tasks import loss_of
 from sparcel import auto
 from sparcel.comm import ring_bytes
-from sparcel.cost import Problem, count, default_rates
+from sparcel.cost import STEPS, Problem, count, default_rates
+from sparcel.cost.formulas import Terms, fastest_sum, gather
+from sparcel.cost.predict import Formula
 from sparcel.memory import Range
-from sparcel.rates import Rates
-from sparcel.schemes import DEFAULT, SPARSER, Settings, stages_of
+from sparcel.schemes import DEFAULT, SPARSER, Settings
 from sparcel.schemes.density import count_for
-from sparcel.stages import Stage, Stages, gather_stages
 from sparcel.training import Averager, Shard, stays_dense
 
 LETTERS, LENGTH = 65, 48
@@ -227,41 +226,37 @@ def predicted(vectors: Sequence[Vector], method: Method, mesh: DeviceMesh) -> tu
     It is exact where it does not depend on which coordinates the ranks select, and how many. Of
     FSDP itself it is what a ring sends, which Gloo need not take.
     """
-    ranks, rank = mesh["replicate"].size(), mesh["replicate"].get_local_rank()
+    ranks = mesh["replicate"].size()
     if method.is_hsdp:
         itemsize = (method.dtype or torch.float32).itemsize
         return sum(ring_bytes(vector.size * itemsize, ranks) for vector in vectors), False
     if method.scheme is None:
         return 0, True
     made: Any = method.make()
-    rates = default_rates()
     problems = [
-        Problem(
-            vector.size, count_for(made.density, vector.size), ranks, format=made.format, rank=rank
-        )
+        Problem(vector.size, count_for(made.density, vector.size), ranks, format=made.format)
         for vector in vectors
     ]
-    stages, small = stages_of(method.scheme, rates), sum(vector.small for vector in vectors)
-    selected = _sent(stages, problems)
-    alike = _sent(stages, [replace(problem, spread=problem.k) for problem in problems])
-    whole = _sent(partial(_whole, rates=rates), [Problem(small, small, ranks, rank=rank)])
-    everyone = Problem(1, 1, dist.get_world_size(), rank=dist.get_rank())
+    formula, small = STEPS[method.scheme], sum(vector.small for vector in vectors)
+    selected = _sent(formula, problems)
+    alike = _sent(formula, [replace(problem, spread=problem.k) for problem in problems])
+    whole = _sent(_whole, [Problem(small, small, ranks)])
+    everyone = Problem(1, 1, dist.get_world_size())
     exact = selected == alike and method.scheme != DEFAULT  # whose thresholds are of a sample
     return round(selected + whole + _sent(_agreement, [everyone])), exact
 
 
-def _sent(stages: Stages, problems: Sequence[Problem]) -> float:
-    return sum(count(stages, problem).bytes_sent for problem in problems)
+def _sent(formula: Formula, problems: Sequence[Problem]) -> float:
+    return sum(count(formula, problem).bytes_sent for problem in problems)
 
 
-def _whole(problem: Problem, rates: Rates) -> Iterable[Stage]:
-    """Return the stages of `sparcel.auto.sum_whole`."""
-    if problem.ranks > 2 and auto.fastest(problem, rates) != "allgather":
-        return auto.stages_by(rates)(problem)
-    block = problem.size * problem.itemsize
-    return gather_stages([block] * problem.ranks, problem.rank, block)
+def _whole(problem: Problem) -> Terms:
+    """Return the terms of `sparcel.auto.sum_whole`."""
+    if problem.ranks > 2 and auto.fastest(problem, default_rates()) != "allgather":
+        return fastest_sum(problem)
+    return gather(problem.ranks, problem.size * problem.itemsize)
 
 
-def _agreement(problem: Problem) -> Iterator[Stage]:
-    """Yield the stages in which all ranks tell one another whether a step was finite."""
-    return gather_stages([8] * problem.ranks, problem.rank, 8)
+def _agreement(problem: Problem) -> Terms:
+    """Return the terms in which all ranks tell one another whether a step was finite."""
+    return gather(problem.ranks, 8)

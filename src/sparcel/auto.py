@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache, partial
 
 import torch
@@ -11,11 +10,11 @@ from torch import Tensor
 from sparcel import cost
 from sparcel.collectives import ALGORITHMS
 from sparcel.comm import Call, Communicator
+from sparcel.cost.formulas import fastest
 from sparcel.device import finite_flag
 from sparcel.formats import RAW, Format
 from sparcel.ops import SUM, Op
 from sparcel.rates import Rates
-from sparcel.stages import Problem, Stage, Stages
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire, collective
 
@@ -31,7 +30,7 @@ def all_reduce(
     """Run the all-reduce of that name, inside a job of the wire's communicator."""
     if algorithm == "auto":
         algorithm, max_nnz = _choose(stream, wire, op, max_nnz)
-    return ALGORITHMS[algorithm].reduce(stream, wire, op, max_nnz)
+    return ALGORITHMS[algorithm](stream, wire, op, max_nnz)
 
 
 def sum_whole(vector: Tensor, comm: Communicator) -> SparseStream:
@@ -66,27 +65,6 @@ def _sum_gathered(vector: Tensor, comm: Communicator) -> SparseStream:
     for other in others:
         total += other
     return SparseStream.unchecked(None, total, vector.numel())
-
-
-def fastest(problem: Problem, rates: Rates, by_engine: bool = True) -> str:
-    """Name the fastest algorithm, as predicted; the engine's own only where ``by_engine``."""
-    candidates = {
-        name: algorithm.stages
-        for name, algorithm in ALGORITHMS.items()
-        if by_engine or name != "dense"
-    }
-    return cost.choose(candidates, problem, rates)
-
-
-def stages_by(rates: Rates) -> Stages:
-    """Return the stages of ``algorithm="auto"`` where these are the rates."""
-
-    def stages(problem: Problem) -> Iterable[Stage]:
-        # The engine's own sum does not travel in a format.
-        name = fastest(problem.foreseen, rates, by_engine=not problem.format.loses)
-        return ALGORITHMS[name].stages(problem)
-
-    return stages
 
 
 def _choose(
@@ -126,7 +104,7 @@ def _fastest_for(
     """Name the fastest algorithm; cached, because a prediction takes longer than a small sum."""
     rates = rates or cost.default_rates()
     here = min(ranks, rates.ranks_per_node)
-    problem = Problem(size, k, ranks, here, value_bytes, format=format)
+    problem = cost.Problem(size, k, ranks, here, value_bytes, format=format)
     return fastest(problem, rates, by_engine)
 
 

@@ -89,7 +89,7 @@ DENSE = ("dense.float32", "dense.bfloat16")
 """The engine's all-reduce. The amount of its curves is the bytes of the vector."""
 
 WORK = ("select", "merge", "add", "encode", "small")
-"""Kinds of work on a rank, which `sparcel.cost.work` describes."""
+"""Kinds of work on a rank, which `KINDS` of `sparcel.cost.defaults` describes."""
 
 _FORMER = (
     *("topk", "largest", "merge.many", "split", "join", "scatter", "fill"),

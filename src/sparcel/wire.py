@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparcel import formats
 from sparcel._checks import check_type
-from sparcel.comm import Communicator, call_of, gather_in_rounds
+from sparcel.comm import DIRECT_RANKS, Communicator, call_of, gather_in_rounds
 from sparcel.errors import FormatError, MismatchError
 from sparcel.formats import (
     HEADER_BYTES,
@@ -24,11 +24,18 @@ from sparcel.formats import (
 )
 from sparcel.ops import SUM, Op
 from sparcel.profiling import timed
-from sparcel.stages import goes_direct
 from sparcel.stream import SparseStream, concatenate, reduce, value_bytes
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+DIRECT_BYTES = 256 << 10
+"""Messages of up to so many bytes count as short: see `goes_direct`."""
+
+
+def goes_direct(ranks: int, at_most: float) -> bool:
+    """Tell whether all ranks send one another messages of so many bytes at once, in one round."""
+    return ranks <= DIRECT_RANKS and at_most <= DIRECT_BYTES
 
 
 class Lost(NamedTuple):

@@ -19,7 +19,7 @@ from sparcel.analysis import (
     ranks_until_dense,
     relative_volume,
 )
-from sparcel.collectives.split_allgather import split_allgather
+from sparcel.collectives.reduce_scatter import split_allgather
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
 from sparcel.stream import dense_from

@@ -17,10 +17,10 @@ from sparcel.bench.phases import PHASES
 from sparcel.cli import app
 from sparcel.cli.bench import _rates_source
 from sparcel.collectives import ALGORITHMS
-from sparcel.cost import Problem, predict, stated_rates
+from sparcel.cost import SUMS, Problem, predict, stated_rates
+from sparcel.cost.formulas import engine
 from sparcel.errors import InputError
 from sparcel.formats import RAW
-from sparcel.schemes import engine_stages
 
 _SIZE, _DENSITY, _K = 4096, 0.01, 41
 _RATES = stated_rates(bandwidth=1e9, latency_s=1e-4, ranks=2)
@@ -120,12 +120,10 @@ def test_bytes_are_those_of_the_formulas(everything: tuple[str, dict[str, Any]])
 def test_predictions_are_shown_with_the_times(everything: tuple[str, dict[str, Any]]) -> None:
     output, results = everything
     cells = _cells(results)
-    dense = predict(engine_stages(4), Problem(size=_SIZE, k=_SIZE, ranks=2), _RATES)
+    dense = predict(engine(4), Problem(size=_SIZE, k=_SIZE, ranks=2), _RATES)
     assert cells["dense fp32"]["predicted"] == dense.seconds
     problem = Problem(size=_SIZE, k=_K, ranks=2)
-    close = pytest.approx(
-        predict(ALGORITHMS["allgather"].stages, problem, _RATES).seconds, rel=0.01
-    )
+    close = pytest.approx(predict(SUMS["allgather"], problem, _RATES).seconds, rel=0.01)
     assert cells["allgather"]["predicted"] == close
     assert cells["sparse_coo"]["predicted"] is None
     assert not any(cell["predicted"] for cell in _cells(results, "mpi").values())

@@ -24,7 +24,7 @@ def test_a_sum_travels_without_anybody_reading_it(name, world):
     def on(device):
         return simulate(
             world,
-            lambda comm: ALGORITHMS[name].reduce(dense(1000, device), Wire(comm), SUM, None),
+            lambda comm: ALGORITHMS[name](dense(1000, device), Wire(comm), SUM, None),
         )
 
     unread, read = on("meta"), on("cpu")

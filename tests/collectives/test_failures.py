@@ -5,8 +5,7 @@ import torch
 
 from sparcel import SparseStream, simulate
 from sparcel.auto import all_reduce
-from sparcel.collectives import ALGORITHMS, broadcast, gathered_topk, gtopk
-from sparcel.collectives.all_gather import all_gather
+from sparcel.collectives import ALGORITHMS, all_gather, broadcast, gathered_topk, gtopk
 from sparcel.collectives.oktopk import topk_by_regions
 from sparcel.collectives.reduce_scatter import reduce_scatter
 from sparcel.errors import CommunicationError, MismatchError
@@ -14,7 +13,7 @@ from sparcel.wire import Wire
 from tests.strategies import SUM, case_of, dense_reference, full, make_stream
 
 COLLECTIVES = {
-    **{name: algorithm.reduce for name, algorithm in ALGORITHMS.items()},
+    **ALGORITHMS,
     "all_gather": all_gather,
     "reduce_scatter": reduce_scatter,
     "gtopk": lambda stream, wire: gtopk(stream, wire, 6),

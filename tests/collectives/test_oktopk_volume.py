@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from sparcel import simulate
 from sparcel.collectives import gathered_topk, oktopk
-from sparcel.collectives._blocks import (
+from sparcel.collectives.oktopk import (
     direct_volume,
     evened_volume,
     gather_direct,
     gather_evened,
     moves_to_even,
+    topk_by_regions,
 )
-from sparcel.collectives.oktopk import topk_by_regions
-from sparcel.collectives.regions import TOLERANCE, TOLERATED, balanced_boundaries
+from sparcel.collectives.winners import TOLERANCE, TOLERATED, balanced_boundaries
 from sparcel.formats import RAW, Lengths
 from sparcel.wire import Wire
 from tests.collectives.test_oktopk import LAYOUTS, VALUES, streams_of

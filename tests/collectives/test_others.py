@@ -179,7 +179,7 @@ def test_gtopk_refuses_integers(dtype):
         run_gtopk(case_of("random", 2, 20, dtype), 3)
 
 
-SPLIT = ALGORITHMS["split_allgather"].reduce
+SPLIT = ALGORITHMS["split_allgather"]
 
 
 def rounded(streams, format, max_nnz=None):

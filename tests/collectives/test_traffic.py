@@ -43,7 +43,7 @@ def all_reduce_by(algorithm):
 
 
 COLLECTIVES = {
-    **{name: all_reduce_by(algorithm.reduce) for name, algorithm in ALGORITHMS.items()},
+    **{name: all_reduce_by(algorithm) for name, algorithm in ALGORITHMS.items()},
     "gtopk": lambda stream, comm, k: gtopk(stream, Wire(comm), k),
     "gathered_topk": lambda stream, comm, k: gathered_topk(stream, Wire(comm), k),
     "all_gather": lambda stream, comm, k: sparcel.all_gather(stream, comm),
@@ -209,7 +209,7 @@ def test_dense_second_phase_costs_what_the_page_says(ranks, kind):
 
     def on_rank(comm):
         wire = Wire(comm, Format("raw", 4) if phase == "few bits" else RAW)
-        return ALGORITHMS["split_allgather"].reduce(streams[comm.rank], wire, SUM, region)
+        return ALGORITHMS["split_allgather"](streams[comm.rank], wire, SUM, region)
 
     volume = max(traffic.volume for traffic in simulate(ranks, on_rank).traffic)
     assert volume == evaluate(SECOND_PHASE[phase]["bytes"], ranks, ranks * region, region, 4)

@@ -303,7 +303,7 @@ def reduced(comm: Communicator, place: torch.device | None, format: str) -> list
     if place is not None:
         stream, comm = on_the_card(stream), resolve(comm, place)
     results = [
-        algorithm.reduce(stream, Wire(comm, Format(format)), SUM, case.max_nnz)
+        algorithm(stream, Wire(comm, Format(format)), SUM, case.max_nnz)
         for algorithm in ALGORITHMS.values()
     ]
     results.append(broadcast(stream, Wire(comm), comm.size - 1))

@@ -12,13 +12,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel import cost, simulate
-from sparcel.bench.predicted import stages_for
-from sparcel.collectives import ALGORITHMS, OTHER_STAGES
-from sparcel.cost import Curve, Problem, Rates, default_rates, measure, predict, stated_rates
-from sparcel.cost.work import KINDS
+from sparcel.bench.predicted import formula_of
+from sparcel.cost import (
+    COLLECTIVES,
+    STEPS,
+    SUMS,
+    Curve,
+    Problem,
+    Rates,
+    default_rates,
+    measure,
+    predict,
+    stated_rates,
+)
+from sparcel.cost.defaults import KINDS
+from sparcel.cost.formulas import engine
 from sparcel.errors import InputError
 from sparcel.rates import WORK
-from sparcel.schemes import PREDICTED, engine_stages, stages_of
 
 RECORD = Path(__file__).parents[2] / "benchmarks/results/planner_fit.json"
 
@@ -34,18 +44,18 @@ problems = st.builds(
     st.integers(1, 20),
     st.sampled_from([1, 1, 2, 8]),
 )
-SUMS = (*ALGORITHMS, *OTHER_STAGES, "auto", *(f"step:{name}" for name in PREDICTED))
-names = st.sampled_from([*SUMS, "dense fp32", "dense bf16"])
+ROWS = (*COLLECTIVES, "auto", *(f"step:{name}" for name in STEPS))
+names = st.sampled_from([*ROWS, "dense fp32", "dense bf16"])
 
 
 def predicted(name, problem, rates=None):
     """Return the prediction for a name of the benchmark's rows."""
     rates = rates or default_rates()
-    return predict(stages_for(name, rates), problem, rates)
+    return predict(formula_of(name), problem, rates)
 
 
 def fastest_step(schemes, problem, rates):
-    return cost.choose({name: stages_of(name, rates) for name in schemes}, problem, rates)
+    return cost.choose({name: STEPS[name] for name in schemes}, problem, rates)
 
 
 @given(curves, amounts, amounts)
@@ -125,7 +135,7 @@ def test_less_bandwidth_never_makes_anything_faster(name, problem, factor):
     assert slower.seconds >= predicted(name, problem).seconds * (1 - 1e-9)
 
 
-@given(st.sampled_from(SUMS), st.integers(2, 9), st.integers(1, 3000))
+@given(st.sampled_from(ROWS), st.integers(2, 9), st.integers(1, 3000))
 def test_more_coordinates_never_take_fewer_bytes(name, ranks, k):
     if name in ("auto", "step:topk", "step:auto", "oktopk", "step:oktopk"):  # these may change
         return
@@ -138,8 +148,8 @@ def test_more_coordinates_never_take_fewer_bytes(name, ranks, k):
 
 @given(problems)
 def test_the_choice_is_the_fastest_and_the_first_of_equals(problem):
-    chosen = cost.choose({name: known.stages for name, known in ALGORITHMS.items()}, problem)
-    seconds = {name: predicted(name, problem).seconds for name in ALGORITHMS}
+    chosen = cost.choose(SUMS, problem)
+    seconds = {name: predicted(name, problem).seconds for name in SUMS}
     assert chosen == min(seconds, key=seconds.__getitem__)
     assert predicted("auto", problem).seconds == seconds[chosen]
 
@@ -172,7 +182,7 @@ def test_sums_of_groups_share_the_links_of_their_nodes():
     across = 2 * 3 / 4 * 4 * problem.size / 1e8  # eight rings of four nodes, an eighth each
     assert predicted("step:torus2d", problem, rates).exchange > across
     shard = Problem(problem.size // 8, problem.size // 8, 4)
-    sums = engine_stages(4)
+    sums = engine(4)
     assert predict(sums, shard, rates.across_nodes()).exchange == pytest.approx(across)
     assert predict(sums, shard, rates).exchange == pytest.approx(across / 8)  # alone on the links
 

@@ -4,15 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel.cost import Problem, count, stated_rates
+from sparcel.cost import STEPS, Problem, count, stated_rates
+from sparcel.cost.predict import Exchange
 from sparcel.errors import InputError
 from sparcel.formats import format_named
 from sparcel.plan import plan
-from sparcel.plan.outer import INTERVALS, OUTER
 from sparcel.plan.report import assumptions, table, verdict
-from sparcel.plan.steps import DENSE, sends_all
-from sparcel.schemes import stages_of
-from sparcel.stages import Exchange
+from sparcel.plan.steps import DENSE, INTERVALS, OUTER, sends_all
 
 SIZE = 10**6
 
@@ -42,14 +40,14 @@ def row_of(rows, method):
         ("outer diloco", "dense fp32", 1.0, "raw", 0.0),
     ],
 )
-def test_an_outer_step_sends_what_its_stages_say_once_every_so_many_steps(
+def test_an_outer_step_sends_what_its_formula_says_once_every_so_many_steps(
     method, exchange, density, format, moments
 ):
     rates = link(1e7)
     row = row_of(plan(SIZE, compute_s=0.1, rates=rates, every=8).outer, method)
-    stages = DENSE[exchange] if exchange in DENSE else stages_of(exchange, rates)
+    formula = {**STEPS, **DENSE}[exchange]
     problem = Problem(SIZE, round(density * SIZE), 8, format=format_named(format))
-    counted = count(stages, problem)
+    counted = count(formula, problem)
     sent = max(counted.bytes_sent, counted.bytes_received)
     whole = Problem(SIZE, SIZE, 8, format=format_named("raw"))
     sent += moments * count(DENSE["dense fp32"], whole).bytes_sent
@@ -61,9 +59,9 @@ def test_sparseloco_s_recipe_sends_fewer_bits_up_than_indices_of_12_bits_take():
     rates = link(1e7)
     row = row_of(plan(SIZE, compute_s=0.1, rates=rates).outer, "outer sparseloco")
     problem = Problem(SIZE, SIZE // 64, 8, format=row.format)
-    stages = stages_of("bidirectional", rates)(problem)
-    up = next(stage for stage in stages if isinstance(stage, Exchange))
-    assert 8 * sum(up.sends) / SIZE < 0.17 < (12 + 2) / 64
+    terms = STEPS["bidirectional"](problem)
+    up = next(term for term in terms if isinstance(term, Exchange))
+    assert 8 * up.rounds * up.sent / SIZE < 0.17 < (12 + 2) / 64
 
 
 @given(st.sampled_from(LINKS), st.floats(0, 2), st.integers(1, 300), st.integers(1, 300))

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
@@ -11,18 +12,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from benchmarks.network.papers_models import claims
-from sparcel.cost import Problem, count, default_rates, predict, stated_rates, work_seconds
+from sparcel.cost import STEPS, Problem, count, default_rates, predict, stated_rates, work_seconds
+from sparcel.cost.formulas import SERVED, ahead
 from sparcel.errors import InputError
 from sparcel.formats import format_named
 from sparcel.plan import MODELS, Model, model_of, plan
-from sparcel.plan.planner import WORTH, _in_ring
-from sparcel.plan.powersgd import POWERSGD
-from sparcel.plan.recorded import AT_10_PER_CENT, BETWEEN, OWN, RECORDED, UNNAMED
+from sparcel.plan.planner import WORTH, _selecting
+from sparcel.plan.recorded import AT_10_PER_CENT, BETWEEN, OWN, POWERSGD, RECORDED, UNNAMED
 from sparcel.plan.report import assumptions, bits, not_counted, sources, table, verdict
-from sparcel.plan.server import SERVED
 from sparcel.plan.steps import Workload, mean_step, sends_all
 from sparcel.schemes import DEFAULT, UNDER_MUON, front_loaded
-from sparcel.training.ahead import ahead_work
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
@@ -222,10 +221,10 @@ def test_everything_in_few_bits_goes_up_in_4_and_comes_down_in_those_of_the_answ
 ):
     answer = answer and format_named(answer)
     work = Workload(Model("one", 1 << 23), 1.0, 0.1, format=format_named("packed:4"), answer=answer)
-    row = mean_step(method, work, _in_ring(method, SLOW), SLOW)
+    row = mean_step(method, work, partial(_selecting, method), SLOW)
     assert row.bytes == pytest.approx((4.25 + bits) / 8 * (1 << 23) * 7 / 8, rel=1e-3)
     assert row.ahead == 0
-    by_regions = mean_step(DEFAULT, work, _in_ring(DEFAULT, SLOW), SLOW)
+    by_regions = mean_step(DEFAULT, work, STEPS[DEFAULT], SLOW)
     assert (row.step, row.work) == (by_regions.step, by_regions.work)
 
 
@@ -252,7 +251,7 @@ def test_step_ahead_takes_about_what_was_measured_with_adam():
     for row in rows:
         if row["optimizer"] == "AdamW":
             added = row["forward_ms"] - row["forward_without_ms"]
-            told = 1000 * work_seconds(ahead_work(row["parameters"]), default_rates())
+            told = 1000 * work_seconds(ahead(row["parameters"]), default_rates())
             assert 0.4 * added < told < 2 * added
 
 

@@ -10,8 +10,18 @@ from benchmarks.rules import is_todays
 from benchmarks.training.frontier_report import all_rows, usual_of
 from benchmarks.training.step_factors import step_factors
 from sparcel.plan.planner import SPARSE
-from sparcel.plan.powersgd import POWERSGD
-from sparcel.plan.recorded import LIKE, MUON, OWN, RANKS, RECORDED, STEPS, TASKS, UNNAMED, WITH_MUON
+from sparcel.plan.recorded import (
+    LIKE,
+    MUON,
+    OWN,
+    POWERSGD,
+    RANKS,
+    RECORDED,
+    STEPS,
+    TASKS,
+    UNNAMED,
+    WITH_MUON,
+)
 from sparcel.schemes import ON_NODES, SEND_ALL, UNDER_MUON, Settings
 
 

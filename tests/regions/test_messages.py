@@ -14,8 +14,7 @@ from sparcel import formats, kernels, simulate
 from sparcel.comm import SimulatedCommunicator
 from sparcel.errors import CommunicationError, FormatError
 from sparcel.formats import HEADER_BYTES, Expected, Format, format_named
-from sparcel.regions import Phase, Regions, phase
-from sparcel.schemes.bidirectional import RETURNED
+from sparcel.regions import RETURNED, Phase, Regions, phase
 from tests.kernels.paths import Case, isas, using
 from tests.regions.made import Steps, passes
 from tests.strategies import same_bits

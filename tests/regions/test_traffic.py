@@ -8,10 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from sparcel.cost import Problem, count, default_rates
+from sparcel.cost import STEPS, Problem, count
 from sparcel.formats import Format, Header, format_named
 from sparcel.regions import Regions, phase
-from sparcel.schemes import stages_of
 from tests.regions.made import Steps, cases, run
 
 
@@ -86,7 +85,7 @@ def test_steps_send_about_what_is_predicted(
     case = Steps(ranks, 200_000, format=format, answer=answer, density=density, steps=1)
     compiled = format.startswith("packed:")
     problem = problem_of(case, round(density * case.size))
-    told = count(stages_of("bidirectional", default_rates()), problem)
+    told = count(STEPS["bidirectional"], problem)
     off = 0.02 + 3 * sqrt((1 - density) / (density * (case.size // 64)))
     for one in run(case, compiled):
         assert one.traffic[0] == pytest.approx(told.bytes_sent, rel=off)
@@ -104,6 +103,6 @@ def test_dense_steps_send_what_is_predicted(ranks: int) -> None:
         steps=1,
     )
     problem = problem_of(case, case.size)
-    told = count(stages_of("bidirectional", default_rates()), problem)
+    told = count(STEPS["bidirectional"], problem)
     for one in run(case):
         assert one.traffic[:2] == (told.bytes_sent, told.bytes_received)

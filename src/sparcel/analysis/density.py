@@ -10,8 +10,8 @@ import torch
 
 from sparcel import kernels
 from sparcel._checks import check_type, checked_whole
+from sparcel.cost.predict import expected_union, log_absent
 from sparcel.errors import InputError
-from sparcel.fill_in import expected_union, log_absent
 from sparcel.stream import dense_from
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -13,8 +14,8 @@ from torch.func import functional_call
 from sparcel._checks import check_type
 from sparcel.analysis._inputs import Vector, checked_vector
 from sparcel.analysis.density import delta
+from sparcel.cost.predict import log_absent
 from sparcel.errors import InputError
-from sparcel.fill_in import expected_union_of
 from sparcel.schemes.density import checked_density, count_for
 from sparcel.selectors import selector
 from sparcel.stream import SparseStream
@@ -47,12 +48,19 @@ class Growth:
     def uniform_density(self) -> tuple[float, ...]:
         """The density expected if the ranks selected as many coordinates at random."""
         counts = [self.selected[: ranks + 1] for ranks in range(len(self.selected))]
-        return tuple(expected_union_of(self.size, count) / self.size for count in counts)
+        return tuple(_expected_union(self.size, count) / self.size for count in counts)
 
     def dense_from(self, dtype: torch.dtype = torch.float32) -> int | None:
         """Return the fewest ranks whose sum of ``dtype`` values is dense; None if none is."""
         most = delta(self.size, dtype)
         return next((ranks for ranks, nnz in enumerate(self.nnz, 1) if nnz > most), None)
+
+
+def _expected_union(size: int, counts: Sequence[int]) -> float:
+    """Return the expected nnz of a sum in which stream i has ``counts[i]`` coordinates."""
+    if max(counts, default=0) == size:
+        return float(size)
+    return -size * math.expm1(math.fsum(log_absent(size, count) for count in counts))
 
 
 def growth(selections: Iterable[SparseStream]) -> Growth:

@@ -6,19 +6,16 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sparcel import auto
 from sparcel.bench.baselines import DENSE
 from sparcel.bench.contenders import STEP
 from sparcel.bench.engines import BenchEngine
 from sparcel.bench.inputs import Case
 from sparcel.bench.results import Cell
-from sparcel.collectives import ALGORITHMS, OTHER_STAGES
-from sparcel.cost import Problem, Rates, measure, predict, read_rates
+from sparcel.collectives import ALGORITHMS
+from sparcel.cost import COLLECTIVES, STEPS, Problem, Rates, formulas, measure, predict, read_rates
+from sparcel.cost.predict import Formula, expected_union
 from sparcel.errors import checked_name
-from sparcel.fill_in import expected_union
 from sparcel.formats import RAW, Format
-from sparcel.schemes import PREDICTED, engine_stages, stages_of
-from sparcel.stages import Stages
 
 NOW = "now"
 """Stands for a file of rates: measure them first."""
@@ -60,10 +57,10 @@ def predicted(
     name: str, case: Case, ranks_per_node: int, rates: Rates | None, format: Format = RAW
 ) -> float | None:
     """Return the predicted seconds of the row ``name``, or None without a prediction."""
-    stages = None if rates is None else stages_for(name, rates)
-    if stages is None:
+    formula = formula_of(name)
+    if rates is None or formula is None:
         return None
-    return predict(stages, problem_of(name, case, ranks_per_node, format), rates).seconds
+    return predict(formula, problem_of(name, case, ranks_per_node, format), rates).seconds
 
 
 def problem_of(name: str, case: Case, ranks_per_node: int, format: Format = RAW) -> Problem:
@@ -79,18 +76,13 @@ def problem_of(name: str, case: Case, ranks_per_node: int, format: Format = RAW)
     )
 
 
-def stages_for(name: str, rates: Rates) -> Stages | None:
-    """Return the stages of the row ``name``, or None if they are not known."""
+def formula_of(name: str) -> Formula | None:
+    """Return the formula of the row ``name``, or None if there is none."""
     if name in DENSE:
-        return engine_stages(DENSE[name].itemsize)
-    if name == "auto":
-        return auto.stages_by(rates)
-    if name in ALGORITHMS:
-        return ALGORITHMS[name].stages
-    scheme = name.removeprefix(STEP)
-    if scheme != name:
-        return stages_of(scheme, rates) if scheme in PREDICTED else None
-    return OTHER_STAGES.get(name)
+        return formulas.engine(DENSE[name].itemsize)
+    if name.startswith(STEP):
+        return STEPS.get(name.removeprefix(STEP))
+    return formulas.fastest_sum if name == "auto" else COLLECTIVES.get(name)
 
 
 def _spread(case: Case) -> int:

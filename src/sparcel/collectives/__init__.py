@@ -1,49 +1,31 @@
-"""Collectives: algorithms over streams, one file each, to be read beside its paper.
+"""Collectives: algorithms over streams, to be read beside their papers.
 
-A collective is a plain function from a stream and a `sparcel.wire.Wire` to a stream. Its file also
-holds its ``stages``: its exchanges and its work, for the cost model. Its rounds, messages and bytes
-stand in docs/explanation/algorithms.md alone, whose formulas tests compare with what is counted.
+A collective is a plain function from a stream and a `sparcel.wire.Wire` to a stream. Its rounds,
+messages and bytes stand in docs/explanation/algorithms.md alone, whose formulas tests compare with
+what is counted; `sparcel.cost.formulas` has what they are expected to be, and the work.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
-from sparcel.collectives.all_gather import all_gather
-from sparcel.collectives.all_gather import stages as all_gather_stages
-from sparcel.collectives.allgather_reduce import allgather
-from sparcel.collectives.allgather_reduce import stages as allgather_stages
+from sparcel.collectives.all_gather import all_gather, allgather
 from sparcel.collectives.broadcast import broadcast
-from sparcel.collectives.broadcast import stages as broadcast_stages
 from sparcel.collectives.dense import dense
-from sparcel.collectives.dense import stages as dense_stages
-from sparcel.collectives.gtopk import GlobalTopk, gathered_topk, gathered_topk_stages, gtopk
-from sparcel.collectives.gtopk import stages as gtopk_stages
-from sparcel.collectives.halving_doubling import halving_doubling
-from sparcel.collectives.halving_doubling import stages as halving_doubling_stages
-from sparcel.collectives.oktopk import check_selectable, oktopk
-from sparcel.collectives.oktopk import stages as oktopk_stages
-from sparcel.collectives.oktopk_reuse import Estimates, oktopk_reuse
-from sparcel.collectives.recursive_doubling import recursive_doubling
-from sparcel.collectives.recursive_doubling import stages as recursive_doubling_stages
-from sparcel.collectives.reduce_scatter import reduce_scatter
-from sparcel.collectives.reduce_scatter import stages as reduce_scatter_stages
+from sparcel.collectives.doubling import halving_doubling, recursive_doubling
+from sparcel.collectives.gtopk import GlobalTopk, gathered_topk, gtopk
+from sparcel.collectives.oktopk import Estimates, check_selectable, oktopk, oktopk_reuse
+from sparcel.collectives.reduce_scatter import reduce_scatter, split_allgather
 from sparcel.collectives.ring import ring
-from sparcel.collectives.ring import stages as ring_stages
-from sparcel.collectives.split_allgather import split_allgather
-from sparcel.collectives.split_allgather import stages as split_allgather_stages
 from sparcel.errors import InputError, checked_name
 from sparcel.ops import SUM, Op
-from sparcel.stages import Stages
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
 __all__ = [
     "ALGORITHMS",
-    "OTHER_STAGES",
     "SELECTING",
-    "Algorithm",
     "Estimates",
     "GlobalTopk",
     "Reduction",
@@ -64,23 +46,16 @@ Reduction: TypeAlias = Callable[[SparseStream, Wire, Op, int | None], SparseStre
 ``max_nnz`` bounds the entries of every rank's stream, or is None; all ranks pass the same value.
 """
 
-
-class Algorithm(NamedTuple):
-    """An all-reduce of streams: the function, and its stages for the cost model."""
-
-    reduce: Reduction
-    stages: Stages
-
-
-ALGORITHMS: dict[str, Algorithm] = {
-    "dense": Algorithm(dense, dense_stages),
-    "allgather": Algorithm(allgather, allgather_stages),
-    "recursive_doubling": Algorithm(recursive_doubling, recursive_doubling_stages),
-    "halving_doubling": Algorithm(halving_doubling, halving_doubling_stages),
-    "split_allgather": Algorithm(split_allgather, split_allgather_stages),
-    "ring": Algorithm(ring, ring_stages),
+ALGORITHMS: dict[str, Reduction] = {
+    "dense": dense,
+    "allgather": allgather,
+    "recursive_doubling": recursive_doubling,
+    "halving_doubling": halving_doubling,
+    "split_allgather": split_allgather,
+    "ring": ring,
 }
 """The algorithms of `sparcel.all_reduce`, by name."""
+
 
 SELECTING: dict[str, Callable[[SparseStream, Wire, int, int | None], GlobalTopk]] = {
     "oktopk": oktopk,
@@ -88,16 +63,6 @@ SELECTING: dict[str, Callable[[SparseStream, Wire, int, int | None], GlobalTopk]
     "gathered_topk": gathered_topk,
 }
 """The algorithms of `sparcel.all_reduce_topk`, by name: ``(stream, wire, k, max_nnz)``."""
-
-OTHER_STAGES: dict[str, Stages] = {
-    "gtopk": gtopk_stages,
-    "gathered_topk": gathered_topk_stages,
-    "oktopk": oktopk_stages,
-    "all_gather": all_gather_stages,
-    "reduce_scatter": reduce_scatter_stages,
-    "broadcast": broadcast_stages,
-}
-"""The stages of the collectives that are not an all-reduce, by name."""
 
 
 def check_algorithm(name: str, op: Op = SUM) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -11,14 +11,14 @@ from torch import Tensor
 from sparcel import patterns
 from sparcel.comm import ALL_CONTROL, Call, Communicator, gather_in_rounds
 from sparcel.formats import Expected, Packet, nbytes_of, whole
-from sparcel.stages import Exchange, Problem, Stage, Work, copied
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
 TREE_BYTES = 4 << 10
 """Messages up to this length go down a tree unscattered, because rounds cost more than bytes."""
 
-_LENGTH_BYTES = 8
+LENGTH_BYTES = 8
+"""Of the length of a message, on which ranks agree."""
 
 
 def broadcast(
@@ -54,7 +54,7 @@ def broadcast(
             at_most = wire.most_bytes(expected)
         else:
             at_most = _largest(0 if packet is None else nbytes_of(packet.message), comm)
-        if _goes_whole(wire.size, at_most):
+        if goes_whole(wire.size, at_most):
             return _down_tree(packet, wire, root, at_most, expected)
         cuts = patterns.regions(at_most, wire.size)
         held = None if packet is None else whole(packet.message)
@@ -74,13 +74,13 @@ def tree_broadcast(
 
 
 def _largest(number: int, comm: Communicator) -> int:
-    """Return the largest of the ranks' numbers, in ⌈log₂P⌉ rounds of `_LENGTH_BYTES`.
+    """Return the largest of the ranks' numbers, in ⌈log₂P⌉ rounds of `LENGTH_BYTES`.
 
     Every rank hears from every other one, directly or not, so none returns if the ranks disagree.
     """
     for below, above, *_ in patterns.bruck(comm.rank, comm.size):
         leaving = torch.tensor([number], device="cpu").view(torch.uint8)
-        arrived = comm.exchange({below: leaving}, {above: _LENGTH_BYTES}, ALL_CONTROL)[above]
+        arrived = comm.exchange({below: leaving}, {above: LENGTH_BYTES}, ALL_CONTROL)[above]
         number = max(number, int(arrived.view(torch.int64)))
     return number
 
@@ -137,48 +137,6 @@ def _gather(own: Tensor, comm: Communicator, root: int, cuts: Sequence[int]) -> 
     return torch.cat([*gathered[root:], *gathered[:root]])
 
 
-def stages(problem: Problem) -> Iterator[Stage]:
-    """Yield the stages of `broadcast` from rank 0 with ``expected=None``."""
-    nbytes = problem.sparse_message(problem.entries([0]))
-    yield Work("encode", nbytes, 1 / problem.ranks)
-    for _, _, distance, _ in patterns.bruck(problem.rank, problem.ranks):
-        yield Exchange("shift", (_LENGTH_BYTES,), (_LENGTH_BYTES,), distance)
-    yield from message_stages(nbytes, problem.rank, problem.ranks, 0, round(nbytes))
-    yield copied(problem.k)
-
-
-def message_stages(
-    nbytes: float, rank: int, ranks: int, root: int, at_most: int
-) -> Iterator[Exchange]:
-    """Yield the exchanges of a broadcast message of ``nbytes``; all ranks know ``at_most``."""
-    if _goes_whole(ranks, at_most):
-        yield from tree_stages(nbytes, rank, ranks, root)
-        return
-    cuts, place = patterns.regions(at_most, ranks), (rank - root) % ranks
-
-    def parts(first: int, count: int) -> float:
-        """Return the bytes of ``count`` consecutive parts; part 0 follows the last."""
-        ends = [(first, min(first + count, ranks)), (0, max(first + count - ranks, 0))]
-        return sum(min(nbytes, cuts[hi]) - min(nbytes, cuts[lo]) for lo, hi in ends)
-
-    for to, source, distance, count in patterns.binomial_tree(rank, ranks, root):
-        if to is not None:
-            yield Exchange("tree", (parts(place + distance, count),), (), distance)
-        elif source is not None:
-            yield Exchange("tree", (), (parts(place, count),), distance)
-    for _, _, distance, count in patterns.bruck(rank, ranks):
-        arriving = (place + distance) % ranks
-        yield Exchange("shift", (parts(place, count),), (parts(arriving, count),), distance)
-
-
-def tree_stages(nbytes: float, rank: int, ranks: int, root: int) -> Iterator[Exchange]:
-    """Yield the exchanges of an unscattered message of ``nbytes`` that goes down a tree."""
-    for to, source, distance, _ in patterns.binomial_tree(rank, ranks, root):
-        if to is not None:
-            yield Exchange("tree", (nbytes,), (), distance)
-        elif source is not None:
-            yield Exchange("tree", (), (nbytes,), distance)
-
-
-def _goes_whole(ranks: int, at_most: int) -> bool:
+def goes_whole(ranks: int, at_most: float) -> bool:
+    """Tell whether messages of so many bytes go down the tree unscattered."""
     return ranks <= 2 or at_most <= TREE_BYTES

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import Tensor
 
 from sparcel.device import all_of
 from sparcel.formats import Expected
 from sparcel.ops import SUM, Op
-from sparcel.stages import EngineSum, Problem, Stage, Work, copied, gather_stages, scattered
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire, collective
 
@@ -42,22 +39,3 @@ def check_agreement(stream: SparseStream, wire: Wire) -> bool | Tensor:
     empty, wire = stream.empty_like(), wire.exact
     streams = wire.gather(wire.pack(empty), [Expected.like(empty, max_nnz=0)] * wire.size)
     return all_of([other.finite for other in streams])
-
-
-def stages(problem: Problem) -> Iterator[Stage]:
-    """Yield the stages of `dense`."""
-    yield from agreement_stages(problem)
-    if problem.is_dense(problem.k):
-        yield Work("add", problem.size)  # a copy, which reads and writes as much
-    else:
-        yield Work("add", problem.size)
-        yield scattered(problem.k)
-    yield EngineSum(problem.size, problem.itemsize, problem.rank, problem.ranks)
-
-
-def agreement_stages(problem: Problem) -> Iterator[Stage]:
-    """Yield the stages of `check_agreement`."""
-    header = problem.sparse_message(0)
-    at_most = problem.most_bytes(0)
-    yield from gather_stages([header] * problem.ranks, problem.rank, at_most)
-    yield copied(0, times=problem.ranks)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sparcel import device, patterns
-from sparcel.collectives.allgather_reduce import allgather
-from sparcel.collectives.allgather_reduce import stages as allgather_stages
-from sparcel.collectives.broadcast import tree_broadcast, tree_stages
+from sparcel.collectives.all_gather import allgather
+from sparcel.collectives.broadcast import tree_broadcast
 from sparcel.device import finite_flag
 from sparcel.formats import Expected
-from sparcel.stages import ROUND_OPERATIONS, Exchange, Problem, Stage, Work, chosen, copied
 from sparcel.stream import SparseStream, reduce
 from sparcel.wire import Wire, collective
 
@@ -89,34 +86,3 @@ def gathered_topk(
     start, stop = patterns.regions(stream.size, wire.size)[wire.rank : wire.rank + 2]
     region = total.slice(start, stop).placed(start, stream.size)
     return GlobalTopk(winners, region.without(winners))
-
-
-def stages(problem: Problem) -> Iterator[Stage]:
-    """Yield the stages of `gtopk`."""
-    rank, ranks, k = problem.rank, problem.ranks, problem.k
-    message = problem.message(k)
-    yield chosen(0)  # mostly, all entries are selected
-    for parent, child, distance, _ in patterns.binomial_reduction(rank, ranks):
-        busy = 0.5 / distance
-        yield Work("small", ROUND_OPERATIONS)
-        if parent is not None:
-            yield Work("encode", message, busy)
-            yield Exchange("tree", (message,), (), distance)
-        elif child is not None:
-            yield Work("encode", message, busy)
-            yield Exchange("tree", (), (message,), distance)
-            yield copied(k, busy)
-            yield Work("merge", 2 * k, busy)
-            yield chosen(problem.expected(2), busy)
-    yield Work("encode", message, 1 / ranks)
-    yield from tree_stages(message, rank, ranks, 0)
-    yield copied(k)
-    yield Work("merge", (ranks - 1).bit_length() * k, 0.5)
-
-
-def gathered_topk_stages(problem: Problem) -> Iterator[Stage]:
-    """Yield the stages of `gathered_topk`."""
-    yield from allgather_stages(problem)
-    total = problem.entries(problem.everyone)
-    yield chosen(total)
-    yield Work("select", total / problem.ranks)

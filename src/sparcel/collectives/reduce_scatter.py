@@ -11,11 +11,10 @@ from torch import Tensor
 from sparcel import patterns
 from sparcel.formats import Expected
 from sparcel.ops import SUM, Op
-from sparcel.stages import Exchange, Problem, Stage, Work, copied, made_dense, merge_all
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire, collective
 
-_SLICE = 1 << 20
+SLICE = 1 << 20
 """Coordinates of a slice of `sum_regions`."""
 
 
@@ -54,6 +53,30 @@ def reduce_regions(
     return wire.exchange_and_reduce(parts[wire.rank], sends, sources, max_nnz, op)
 
 
+@collective
+def split_allgather(
+    stream: SparseStream, wire: Wire, op: Op = SUM, max_nnz: int | None = None
+) -> SparseStream:
+    """Reduce over all ranks in two phases.
+
+    An owner knows the exact count of its reduced region and sends it as that takes the fewest
+    bytes: see `Wire.pack_region`. This combines SSAR and DSAR, without guessing the result's
+    density.
+
+    Words a rank: at most 2k, then at most 2K(P−1)/P if the K coordinates of the result are spread
+    evenly, and never more than n(P−1)/P and a bit for each coordinate.
+    Source: SparCML, sections 5.3.2 and 5.3.3 (SSAR_Split_allgather, DSAR_Split_allgather). A format
+    of few bits rounds in both phases: the values on their way to the owners, and the sums. Section
+    6 rounds the second phase of DSAR alone, dense sums.
+    """
+    boundaries = patterns.regions(stream.size, wire.size)
+    own = reduce_regions(stream, boundaries, wire, op, max_nnz)
+    region = wire.pack_region(own, boundaries[wire.rank])
+    bound = None if max_nnz is None else max_nnz * wire.size
+    expected = [Expected.like(stream, bound, stop - start) for start, stop in pairwise(boundaries)]
+    return wire.concatenate(wire.gather(region, expected), op)
+
+
 def sum_regions(vector: Tensor, wire: Wire, dtype: torch.dtype, wired: torch.dtype) -> Tensor:
     """Return this rank's region of the sum of dense vectors, as `reduce_scatter` divides them.
 
@@ -86,41 +109,8 @@ def sum_regions(vector: Tensor, wire: Wire, dtype: torch.dtype, wired: torch.dty
 def _slices(boundaries: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
     """Yield a slice ``[start, stop)`` of each region, until none has anything left."""
     longest = max(stop - start for start, stop in pairwise(boundaries))
-    for begin in range(0, longest, _SLICE):
+    for begin in range(0, longest, SLICE):
         yield [
-            (min(start + begin, stop), min(start + begin + _SLICE, stop))
+            (min(start + begin, stop), min(start + begin + SLICE, stop))
             for start, stop in pairwise(boundaries)
         ]
-
-
-def sum_regions_stages(problem: Problem) -> Iterator[Stage]:
-    """Yield the stages of `sum_regions` on ``problem.ranks`` ranks, which are on one node."""
-    rank, ranks = problem.rank, problem.ranks
-    for places in _slices(patterns.regions(problem.size, ranks)) if ranks > 1 else ():
-        sizes = [stop - start for start, stop in places]
-        messages = [problem.format.nbytes(None, one, problem.itemsize) for one in sizes]
-        sends = tuple(messages[:rank] + messages[rank + 1 :])
-        yield Work("encode", (sum(sizes) - sizes[rank]) * problem.itemsize)
-        yield Exchange("rotate", sends, (messages[rank],) * (ranks - 1), inside=True)
-        yield Work("add", sizes[rank], times=ranks - 1)
-
-
-def stages(problem: Problem, boundaries: Sequence[int] | None = None) -> Iterator[Stage]:
-    """Yield the stages of `reduce_regions`, or of `reduce_scatter` if ``boundaries`` is None."""
-    becomes_dense, boundaries = boundaries is None, boundaries or problem.regions
-    rank, ranks = problem.rank, problem.ranks
-
-    def slice_of(sender: int, owner: int) -> float:
-        return problem.region_message([sender], boundaries[owner], boundaries[owner + 1])
-
-    start, stop = boundaries[rank], boundaries[rank + 1]
-    if ranks > 1:
-        rounds = patterns.rotation(rank, ranks)
-        sends = tuple(slice_of(rank, owner) for owner, *_ in rounds)
-        receives = tuple(slice_of(source, rank) for _, source, *_ in rounds)
-        yield copied(problem.k)
-        yield Work("encode", max(*sends, *receives), times=ranks)
-        yield Exchange("rotate", sends, receives)
-    yield from merge_all(problem, start, stop)
-    if becomes_dense:
-        yield from made_dense(problem, problem.entries(problem.everyone, start, stop), stop - start)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from sparcel import patterns
 from sparcel.formats import Expected
 from sparcel.ops import SUM, Op
-from sparcel.stages import Exchange, Problem, Stage, Work, copied
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire, collective
 
@@ -44,39 +41,3 @@ def ring(
         packet = wire.exchange({after: packet}, coming)[before]
         parts[arriving] = packet.stream
     return wire.concatenate(parts, op)
-
-
-def stages(problem: Problem) -> Iterator[Stage]:
-    """Yield the stages of `ring`."""
-    rank, ranks, regions = problem.rank, problem.ranks, problem.regions
-
-    def entries(streams: list[int], region: int) -> float:
-        return problem.entries(streams, regions[region], regions[region + 1])
-
-    def message(streams: list[int], region: int) -> float:
-        return problem.region_message(streams, regions[region], regions[region + 1])
-
-    def pass_on(sent: list[int], leaving: int, came: list[int], arriving: int) -> Iterator[Stage]:
-        yield Work("encode", message(sent, leaving))
-        yield Exchange("shift", (message(sent, leaving),), (message(came, arriving),))
-        yield copied(entries(came, arriving))
-
-    yield copied(problem.k)
-    for step in range(ranks - 1):
-        leaving, arriving = (rank - step) % ranks, (rank - step - 1) % ranks
-        # Region i starts at rank i, and holds the sum over the ranks that it has passed.
-        yield from pass_on(
-            _around(leaving, step + 1, ranks), leaving, _around(arriving, step + 1, ranks), arriving
-        )
-        yield Work(
-            "merge", entries(_around(arriving, step + 1, ranks), arriving) + problem.k / ranks
-        )
-    everyone = list(problem.everyone)
-    for step in range(ranks - 1):
-        yield from pass_on(everyone, (rank + 1 - step) % ranks, everyone, (rank - step) % ranks)
-    yield copied(problem.entries(everyone))
-
-
-def _around(first: int, count: int, ranks: int) -> list[int]:
-    """Return ``count`` consecutive ranks of the ring, from ``first`` on."""
-    return [(first + step) % ranks for step in range(count)]

@@ -1,16 +1,20 @@
-"""Prediction of the cost of all-reduces and training steps, from their stages and measured rates.
+"""Prediction of the cost of all-reduces and training steps, from formulas and measured rates.
 
-`predict` adds up the times of the stages of a collective or a scheme. The times come from `Rates`:
-tables that `measure` fills on the ranks of a communicator.
+`predict` adds up the times of what a collective or a scheme sends and computes, which its formula
+tells: `SUMS` and `STEPS`. The times come from `Rates`: tables that `measure` fills on the ranks of
+a communicator.
 """
 
 from sparcel.cost.defaults import default_rates, stated_rates
+from sparcel.cost.formulas import COLLECTIVES, STEPS, SUMS
 from sparcel.cost.measure import measure, rates_for, read_rates
-from sparcel.cost.predict import Counts, Prediction, choose, count, predict, work_seconds
+from sparcel.cost.predict import Counts, Prediction, Problem, choose, count, predict, work_seconds
 from sparcel.rates import Curve, Rates
-from sparcel.stages import Problem
 
 __all__ = [
+    "COLLECTIVES",
+    "STEPS",
+    "SUMS",
     "Counts",
     "Curve",
     "Prediction",

@@ -13,11 +13,10 @@ from time import perf_counter, thread_time
 
 import torch
 
+from sparcel import patterns
 from sparcel._checks import checked_whole
 from sparcel.comm import Communicator, Staged
-from sparcel.cost import trials
-from sparcel.cost.trials import Trial
-from sparcel.cost.work import KINDS, Kind
+from sparcel.cost.defaults import KINDS, Kind, Run
 from sparcel.errors import InputError
 from sparcel.ops import MAX, SUM
 from sparcel.rates import WORK, Curve, Rates
@@ -125,6 +124,14 @@ def measure(comm: Communicator, description: str = "", passes: int = _PASSES) ->
     return Rates(curves, comm.size, here, crowding, description=description)
 
 
+@dataclass(frozen=True)
+class Trial:
+    """A call to time, which consists of ``rounds`` equal consecutive parts."""
+
+    run: Run
+    rounds: int = 1
+
+
 @dataclass(eq=False)
 class _Timed:
     """What is timed for a curve, and its samples by amount, in seconds a round.
@@ -177,11 +184,11 @@ class _Timed:
 
 def _everything(comm: Communicator, here: int) -> Iterator[_Timed]:
     """Yield what is timed, in the order in which it is."""
-    for name, make in trials.exchanges(comm, here):
+    for name, make in _exchanges(comm, here):
         to_all = name.endswith(("rotate", "gather"))  # these send P−1 messages at once
         yield _Timed(name, _MESSAGES[: -1 if to_all else None], make)
     for dtype in (torch.float32, torch.bfloat16):
-        name, make = str(dtype).replace("torch", "dense"), trials.engine_sum(comm, dtype)
+        name, make = str(dtype).replace("torch", "dense"), _engine_sum(comm, dtype)
         yield _Timed(name, [dtype.itemsize * floats for floats in _FLOATS], make)
     for name, kind in KINDS.items():
         yield _Timed(name, kind.amounts, partial(_work, kind, comm.rank))
@@ -227,3 +234,78 @@ def _crowding(comm: Communicator, samples: int) -> float:
 
     times = _times(comm, Trial(run), samples)
     return max(1.0, median(clock / max(processor, 1e-6) for clock, processor in times))
+
+
+def _exchanges(
+    comm: Communicator, ranks_per_node: int
+) -> Iterator[tuple[str, Callable[[int], Trial]]]:
+    """Yield each pattern's name, and a function from a message's bytes to a trial."""
+    everybody = comm.size
+    here = ranks_per_node if ranks_per_node < everybody else 1
+    yield "shift", lambda nbytes: _in_turn(comm, _neighbours(comm.rank, here, everybody), nbytes)
+    yield "tree", lambda nbytes: _broadcast(comm, nbytes, here)
+    yield "rotate", lambda nbytes: _to_all(comm, nbytes, range(everybody))
+    yield "gather", lambda nbytes: _gather(comm, nbytes)
+    if here > 1:
+        first = comm.rank // here * here
+        place, members = comm.rank - first, range(first, first + here)
+        around = [(first + to, first + source) for to, source in _neighbours(place, 1, here)]
+        yield "node.shift", lambda nbytes: _in_turn(comm, around, nbytes)
+        yield "node.rotate", lambda nbytes: _to_all(comm, nbytes, members)
+
+
+def _engine_sum(comm: Communicator, dtype: torch.dtype) -> Callable[[int], Trial]:
+    """Return a function from a vector's bytes to a trial of the engine's all-reduce."""
+
+    def trial(nbytes: int) -> Trial:
+        vector = torch.zeros(nbytes // dtype.itemsize, dtype=dtype)
+        return Trial(lambda: comm.all_reduce(vector))
+
+    return trial
+
+
+def _neighbours(rank: int, nearest: int, ranks: int) -> list[tuple[int, int]]:
+    """Return the ranks that a rank sends to and receives from in each round of a gather."""
+    rounds = patterns.bruck(0, -(-ranks // nearest))
+    distances = [nearest * distance for _, _, distance, _ in rounds]
+    return [((rank - far) % ranks, (rank + far) % ranks) for far in distances]
+
+
+def _in_turn(comm: Communicator, peers: list[tuple[int, int]], nbytes: int) -> Trial:
+    message = torch.zeros(nbytes, dtype=torch.uint8)
+
+    def run() -> None:
+        for to, source in peers:
+            if to != comm.rank:
+                comm.exchange({to: message}, {source: nbytes})
+
+    return Trial(run, max(1, len(peers)))
+
+
+def _broadcast(comm: Communicator, nbytes: int, here: int) -> Trial:
+    """Send a message down a binomial tree of each node's first rank."""
+    held = torch.zeros(nbytes, dtype=torch.uint8)
+    levels = patterns.binomial_tree(comm.rank // here, comm.size // here)
+
+    def run() -> None:
+        for to, source, *_ in levels if comm.rank % here == 0 else ():
+            if to is not None:
+                comm.exchange({to * here: held}, {})
+            elif source is not None:
+                comm.exchange({}, {source * here: nbytes})
+
+    return Trial(run, max(1, len(levels)))
+
+
+def _to_all(comm: Communicator, nbytes: int, members: range) -> Trial:
+    message = torch.zeros(nbytes, dtype=torch.uint8)
+    place, count = comm.rank - members.start, len(members)
+    rounds = patterns.rotation(place, count)
+    sends = {members[to]: message for to, *_ in rounds}
+    receives = {members[source]: nbytes for _, source, *_ in rounds}
+    return Trial(lambda: comm.exchange(sends, receives), max(1, len(rounds)))
+
+
+def _gather(comm: Communicator, nbytes: int) -> Trial:
+    message = torch.zeros(nbytes, dtype=torch.uint8)
+    return Trial(lambda: comm.gather(message, nbytes), comm.size - 1)

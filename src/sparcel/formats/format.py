@@ -43,9 +43,9 @@ class Format:
     """How a stream is laid out in bytes: an index code times a value code.
 
     All ranks use the same format. A message's length follows from its stream's size, count of
-    entries and dtype alone, so ranks agree on lengths and predictions are exact. A stream of which
-    many coordinates are stored travels dense, without indices: see `dense_from`; a region of a sum,
-    with a bit for each coordinate: see `for_region`.
+    entries and dtype alone, so ranks agree on lengths. A stream of which many coordinates are
+    stored travels dense, without indices: see `dense_from`; a region of a sum, with a bit for each
+    coordinate: see `for_region`.
 
     Parameters
     ----------

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from sparcel import _cpu, api
-from sparcel.collectives.plain_sum import plain_sum
+from sparcel.collectives.doubling import plain_sum
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
 from sparcel.linear.batches import threads_for

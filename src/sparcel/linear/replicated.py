@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparcel import auto, kernels
-from sparcel.collectives.split_allgather import split_allgather
+from sparcel.collectives.reduce_scatter import split_allgather
 from sparcel.comm import Call, Communicator
 from sparcel.formats import FewBits, Format
 from sparcel.kernels import index_dtype

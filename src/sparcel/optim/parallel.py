@@ -17,9 +17,10 @@ from torch import Tensor
 from sparcel import cost, kernels
 from sparcel._checks import check_callable, check_type, checked_flag
 from sparcel.comm import Call, Communicator, Group, digest, resolve_or_alone
+from sparcel.cost.formulas import ROUND, gather
+from sparcel.cost.predict import Exchange, Problem, Work
 from sparcel.errors import InputError
 from sparcel.rates import Rates
-from sparcel.stages import ROUND_OPERATIONS, Problem, Stage, Work, gather_stages
 
 Operation = Callable[[Sequence[Tensor]], Tensor]
 """``tensors -> rows``, one row for each tensor."""
@@ -268,15 +269,15 @@ def _seconds(divided: Division, ranks: int, rates: Rates | None) -> float:
     """
     rates = cost.default_rates() if rates is None else rates
     problem = Problem(1, 1, ranks, min(ranks, rates.ranks_per_node))
-    exchanging = cost.predict(partial(_steps, divided), problem, rates).seconds
+    exchanging = cost.predict(partial(_terms, divided), problem, rates).seconds
     if len(divided.loads) == 1:
         return exchanging
     return exchanging + _TURN_SECONDS * (rates.crowding - 1 if rates.measured else 1)
 
 
-def _steps(divided: Division, problem: Problem) -> Iterator[Stage]:
+def _terms(divided: Division, problem: Problem) -> Iterator[Exchange | Work]:
     yield Work("add", max(divided.loads) / 4)  # its coordinates are of float32
-    blocks = [float(_ROW_BYTES * count) for count in divided.counts]
-    yield from gather_stages(blocks, 0, max(blocks))
-    if len(blocks) > 1:
-        yield Work("small", ROUND_OPERATIONS)
+    shares = len(divided.counts)
+    if shares > 1:
+        yield from gather(shares, _ROW_BYTES * len(divided.pieces) / shares)
+        yield ROUND

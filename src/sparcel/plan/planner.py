@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from sparcel._checks import check_type
-from sparcel.cost import Prediction, Problem, Rates, default_rates, predict
+from sparcel.cost import STEPS, Problem, Rates, default_rates
+from sparcel.cost.formulas import SERVED, on_nodes, powersgd
+from sparcel.cost.predict import Term
 from sparcel.errors import InputError
 from sparcel.formats import RAW, Format, format_named
 from sparcel.plan.models import Model, model_of
-from sparcel.plan.outer import outer_instead, outer_steps
-from sparcel.plan.powersgd import POWERSGD, powersgd_stages
-from sparcel.plan.recorded import BETWEEN, MUON, OWN, own_settings, recorded
-from sparcel.plan.server import SERVED
+from sparcel.plan.recorded import BETWEEN, MUON, OWN, POWERSGD, own_settings, recorded
 from sparcel.plan.steps import (
     DENSE,
     PlannedStep,
-    Predict,
     Workload,
     mean_step,
+    outer_instead,
+    outer_steps,
     sends_all,
 )
-from sparcel.schemes import DEFAULT, ON_NODES, stages_of
-from sparcel.schemes.hierarchical import stages_on_nodes
+from sparcel.schemes import DEFAULT, ON_NODES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,12 +35,11 @@ WORTH = 1.1
 """How many times as fast, to the same loss, a method must be for a plan to advise it in place of
 one that loses less: predictions are not better than that."""
 
+MOST_RANKS = 512
+"""How many ranks a plan is for at most: a ring's formula has a term for each step."""
+
 FEWEST_SEEDS = 3
 """Of fewer trainings a plan advises no method, if it can advise another."""
-
-MOST_RANKS = 512
-"""How many ranks a plan is for at most: it lists what a rank exchanges with every other one, which
-takes about a second then, and several for the mean over a training."""
 
 _FLIP_FACTORS = (1e-4, 1e4)
 
@@ -200,8 +198,7 @@ def plan(
 def _rows(work: Workload, topology: str, kind: str, rates: Rates) -> tuple[PlannedStep, ...]:
     """Return the steps of all methods, that first which is the fastest to the loss."""
     if topology == "parameter-server":
-        served = {name: partial(predict, stages, rates=rates) for name, stages in SERVED.items()}
-        found = [mean_step(name, work, predicted, rates) for name, predicted in served.items()]
+        found = [mean_step(name, work, formula, rates) for name, formula in SERVED.items()]
     else:
         found = _all_reduced(work, kind, rates)
     told = (
@@ -215,34 +212,28 @@ def _rows(work: Workload, topology: str, kind: str, rates: Rates) -> tuple[Plann
 
 def _all_reduced(work: Workload, kind: str, rates: Rates) -> list[PlannedStep]:
     nodes = ON_NODES if 1 < rates.ranks_per_node < rates.ranks else ()
-    methods = (*DENSE, *SPARSE, *nodes)
-    found = [mean_step(name, work, _in_ring(name, rates), rates) for name in methods]
+    formulas = DENSE | {name: partial(_selecting, name) for name in SPARSE}
+    formulas |= {name: STEPS[name] for name in nodes}
+    found = [mean_step(name, work, formula, rates) for name, formula in formulas.items()]
+    between = partial(on_nodes, STEPS[DEFAULT], False)
     for name, sent in own_settings(kind).items():
         own = replace(work, density=sent["density"], format=format_named(sent["format"]))
-        found.append(mean_step(name, own, _in_ring(DEFAULT, rates), rates))
+        found.append(mean_step(name, own, STEPS[DEFAULT], rates))
         if nodes:
-            found.append(mean_step(name + BETWEEN, own, _between(rates), rates))
+            found.append(mean_step(name + BETWEEN, own, between, rates))
     everything = replace(work, density=1.0, format=RAW)
-    low_rank = partial(predict, powersgd_stages(work.model.parameters), rates=rates)
+    low_rank = partial(powersgd, work.model.parameters)
     return [*found, mean_step(POWERSGD, everything, low_rank, rates)]
 
 
-def _in_ring(method: str, rates: Rates) -> Predict:
-    stages = rounded = exact = DENSE[method] if method in DENSE else stages_of(method, rates)
-    if method in SPARSE:
-        # A step that sends everything is an exchange by regions, or without rounding a sum.
-        rounded, exact = (stages_of(whole, rates) for whole in (DEFAULT, "topk"))
+def _selecting(method: str, problem: Problem) -> Iterable[Term]:
+    """Return the terms of a method that selects.
 
-    def predicted(problem: Problem) -> Prediction:
-        whole = rounded if problem.format.loses else exact
-        return predict(whole if problem.k == problem.size else stages, problem, rates)
-
-    return predicted
-
-
-def _between(rates: Rates) -> Predict:
-    """Return what `DEFAULT` takes between machines, with dense sums inside of them."""
-    return partial(predict, partial(stages_on_nodes, stages_of(DEFAULT, rates), False), rates=rates)
+    A step that sends everything is an exchange by regions, or without rounding a sum.
+    """
+    if problem.k == problem.size:
+        method = DEFAULT if problem.format.loses else "topk"
+    return STEPS[method](problem)
 
 
 def _flip(rows: Callable[[Rates], Sequence[PlannedStep]], rates: Rates) -> float | None:

@@ -7,8 +7,10 @@ from statistics import geometric_mean
 from typing import NamedTuple
 
 from sparcel.formats import Format
-from sparcel.plan.powersgd import POWERSGD
 from sparcel.schemes import RECOMMENDED, SPARSER, UNDER_MUON, Settings
+
+POWERSGD = "PowerSGD 4"
+"""torch's PowerSGD hook, which users would take instead, with matrices of rank 4."""
 
 TASKS = ("intents", "speech", "images", "characters", "words")
 

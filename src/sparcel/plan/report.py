@@ -8,11 +8,9 @@ from rich.table import Table
 
 from sparcel.formats import RAW
 from sparcel.plan import recorded
-from sparcel.plan.outer import MOST_WAITING, OUTER
 from sparcel.plan.planner import WORTH, Plan
-from sparcel.plan.powersgd import POWERSGD
-from sparcel.plan.recorded import BETWEEN, LIKE, UNNAMED, Recorded
-from sparcel.plan.steps import BASELINE, PlannedStep
+from sparcel.plan.recorded import BETWEEN, LIKE, POWERSGD, UNNAMED, Recorded
+from sparcel.plan.steps import BASELINE, MOST_WAITING, OUTER, PlannedStep
 from sparcel.schemes import RECOMMENDED, front_loaded
 
 

@@ -1,29 +1,27 @@
-"""A step of training with one method, on a cluster."""
+"""A step of training with one method, on a cluster: with an exchange in every step, or rarely."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 
 from sparcel._checks import checked_number, checked_whole
 from sparcel.auto import fastest_format
-from sparcel.cost import Prediction, Problem, Rates, work_seconds
-from sparcel.formats import RAW, Format
+from sparcel.cost import STEPS, Problem, Rates, predict, work_seconds
+from sparcel.cost.formulas import ahead, engine, on_nodes
+from sparcel.cost.predict import Formula
+from sparcel.formats import RAW, Format, format_named
 from sparcel.plan.models import Model
-from sparcel.schemes import SEND_ALL, checked_density, engine_stages, front_loaded_shares
+from sparcel.schemes import DEFAULT, SEND_ALL, checked_density, front_loaded_shares
 from sparcel.schemes.density import count_for
-from sparcel.stages import Stages
-from sparcel.training.ahead import ahead_work
 
 BASELINE = "dense bf16"
-DENSE: dict[str, Stages] = {"dense fp32": engine_stages(4), BASELINE: engine_stages(2)}
+DENSE: dict[str, Formula] = {"dense fp32": engine(4), BASELINE: engine(2)}
 """DDP's own all-reduce."""
 
 _BACKWARD = 2 / 3
 """Share of the computation that is the backward pass, in which gradients become ready evenly."""
-
-Predict = Callable[[Problem], Prediction]
 
 
 @dataclass(frozen=True)
@@ -125,12 +123,12 @@ def sends_all(method: str) -> bool:
 _MEANS = ("density", "step", "ahead", "select", "pack", "exchange", "reduce", "exposed", "bytes")
 
 
-def mean_step(method: str, work: Workload, predicted: Predict, rates: Rates) -> PlannedStep:
-    """Return the mean of the training's steps, where a bucket's exchange is as ``predicted``."""
+def mean_step(method: str, work: Workload, formula: Formula, rates: Rates) -> PlannedStep:
+    """Return the mean of the training's steps, whose buckets are exchanged by a formula."""
     if sends_all(method):
         work = replace(work, density=1.0, format=RAW)
     steps = [
-        (_step(method, work, density, predicted, rates), share)
+        (_step(method, work, density, formula, rates), share)
         for density, share in work.densities.items()
     ]
     means = {name: sum(share * getattr(step, name) for step, share in steps) for name in _MEANS}
@@ -138,7 +136,7 @@ def mean_step(method: str, work: Workload, predicted: Predict, rates: Rates) -> 
 
 
 def _step(
-    method: str, work: Workload, density: float, predicted: Predict, rates: Rates
+    method: str, work: Workload, density: float, formula: Formula, rates: Rates
 ) -> PlannedStep:
     """Send the buckets one after the other, each once it is ready, with a step's density."""
     size = work.model.parameters
@@ -146,19 +144,20 @@ def _step(
     each = ceil(size / buckets)
     k, here = count_for(density, each), rates.ranks_per_node
     format = work.format or fastest_format(each, k, rates)
-    bucket = predicted(Problem(each, k, rates.ranks, here, format=format, answer=work.answer))
+    problem = Problem(each, k, rates.ranks, here, format=format, answer=work.answer)
+    bucket = predict(formula, problem, rates)
     # Step-ahead rests where memory holds roundings alone.
-    ahead = work_seconds(ahead_work(size), rates) if work.density < 1 else 0.0
+    moving = work_seconds(ahead(size), rates) if work.density < 1 else 0.0
     sent_until = 0.0
     for done in range(1, buckets + 1):
-        ready = ahead + work.compute_s * (1 - _BACKWARD * (1 - done / buckets))
+        ready = moving + work.compute_s * (1 - _BACKWARD * (1 - done / buckets))
         sent_until = max(ready, sent_until) + bucket.seconds
     return PlannedStep(
         method,
         density,
         format,
         step=sent_until,
-        ahead=ahead,
+        ahead=moving,
         select=buckets * bucket.select,
         pack=buckets * bucket.encode,
         exchange=buckets * bucket.exchange,
@@ -166,3 +165,67 @@ def _step(
         exposed=sent_until - work.compute_s,
         bytes=buckets * bucket.bytes,
     )
+
+
+OUTER = "outer's default"
+
+_DENSE = "dense fp32", 1.0, RAW
+
+_METHODS: dict[str, dict[tuple[str, float, Format], float]] = {
+    # At each 16th outer step second moments are averaged, too.
+    OUTER: {(DEFAULT, 1.0, format_named("packed:4")): 1.0, _DENSE: 1 / 16},
+    "outer diloco": {_DENSE: 1.0},
+    # 64 of 4096 coordinates, with values of 2 bits: Sarfi et al. 2025.
+    "outer sparseloco": {(DEFAULT, 1 / 64, format_named("packed:2")): 1.0},
+}
+"""What is exchanged: by which scheme, at which density, in which format, and how often in an outer
+step; first what is always."""
+
+MOST_WAITING = 0.3
+"""The share of a step that may be spent waiting for an exchange in every step. Outer steps are
+advised beyond it; below it they make a step less than 1.5 times as fast."""
+
+INTERVALS = (10, 30, 100)
+"""Steps between outer steps that are advised."""
+
+MOST_EXCHANGING = 0.15
+"""The shortest interval is advised with which the exchange takes less of the time, or the last."""
+
+
+def outer_steps(work: Workload, every: int, rates: Rates) -> tuple[PlannedStep, ...]:
+    """Return steps with their shares of an outer step every so many, the fastest first.
+
+    Nothing overlaps with the exchange of all parameters. Inside of machines, which are the islands,
+    gradients are averaged in every step.
+    """
+    found = (_outer_step(name, work, every, rates) for name in _METHODS)
+    return tuple(sorted(found, key=lambda row: row.step))
+
+
+def outer_instead(fastest: PlannedStep, work: Workload, rates: Rates) -> PlannedStep | None:
+    """Return the outer step to take if ``fastest``, with its exchange in every step, waits long."""
+    if fastest.exposed <= MOST_WAITING * fastest.step:
+        return None
+    rows = [_outer_step(OUTER, work, every, rates) for every in INTERVALS]
+    return next((row for row in rows if row.share < MOST_EXCHANGING), rows[-1])
+
+
+def _outer_step(name: str, work: Workload, every: int, rates: Rates) -> PlannedStep:
+    size, here, step, sent = work.model.parameters, rates.ranks_per_node, work.compute_s, 0.0
+    if here > 1:
+        averaged = mean_step("torus2d", work, STEPS["torus2d"], replace(rates, ranks=here))
+        step, sent = averaged.step, averaged.bytes
+    parts = dict.fromkeys(("select", "encode", "exchange", "reduce"), 0.0)
+    for (scheme, density, format), share in _METHODS[name].items():
+        formula = {**STEPS, **DENSE}[scheme]
+        if here > 1:
+            formula = partial(on_nodes, formula, scheme in DENSE)
+        problem = Problem(size, count_for(density, size), rates.ranks, here, format=format)
+        found = predict(formula, problem, rates)
+        step, sent = step + found.seconds * share / every, sent + found.bytes * share / every
+        for part in parts:
+            parts[part] += getattr(found, part) * share / every
+    _, density, format = next(iter(_METHODS[name]))
+    select, pack, exchange, reduce = parts.values()
+    seconds = step, 0.0, select, pack, exchange, reduce, step - work.compute_s
+    return PlannedStep(name, density, format, *seconds, sent, every)

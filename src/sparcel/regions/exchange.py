@@ -12,7 +12,6 @@ update = what all owners returned / P
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -26,10 +25,12 @@ from sparcel.device import Number, all_of, finite_flag
 from sparcel.errors import FormatError
 from sparcel.formats import Expected, FewBits, Format, message_length
 from sparcel.kernels import Addition, Phase, Regions, Shares
-from sparcel.stages import Exchange, Problem, Stage, Work
 from sparcel.stream import WRITTEN, SparseStream
 from sparcel.units import share_of
 from sparcel.wire import Wire
+
+RETURNED = 3.0
+"""How many times as many coordinates come back as a rank sends, unless that is told."""
 
 _ROOM, _SPARE = 2, 64
 """A message has room for so many times the entries that are expected, and some more: a threshold
@@ -223,35 +224,3 @@ def _fault(comm: Communicator, messages: Rows, phase: Phase, owner: int | None =
     return FormatError(
         f"rank {comm.rank} got a message that does not hold values of a region in the same format"
     )
-
-
-def stages(problem: Problem, returned: float) -> Iterator[Stage]:
-    """Yield the stages of both exchanges, in which the owners return ``returned`` coordinates."""
-    ranks, region = problem.ranks, problem.size / problem.ranks
-
-    def message(entries: float, format: Format) -> float:
-        """Return the bytes of a message of a region, of so many coordinates of the vector."""
-        dense = entries >= format.dense_from(problem.size, problem.itemsize)
-        return format.nbytes(None if dense else entries / ranks, region, problem.itemsize)
-
-    up = message(problem.k, problem.format)
-    down = message(returned, problem.answer or problem.format)
-    compiled, _ = few_bits(problem.format, problem.is_dense(problem.k))
-    slower = 1.0 if compiled else _BY_TORCH
-    yield Work("small", _SMALL)
-    yield Work("select", problem.size, times=slower * _ENTERING)
-    if ranks > 1:
-        yield Exchange("rotate", (up,) * (ranks - 1), (up,) * (ranks - 1))
-        yield Work("select", region, times=slower * ranks)
-        yield Exchange("rotate", (down,) * (ranks - 1), (down,) * (ranks - 1))
-    yield Work("select", problem.size, times=slower * _DELIVERING)
-
-
-_SMALL = 50
-"""Small operations of a step, besides those on its vectors."""
-
-_ENTERING, _DELIVERING = 2.0, 1.0
-"""The time to make messages of a vector, and to read them, in selections from the vector."""
-
-_BY_TORCH = 2.5
-"""How many times as long it takes in formats that compiled passes do not know."""

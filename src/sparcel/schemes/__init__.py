@@ -9,45 +9,28 @@ from typing import NamedTuple, Unpack
 from sparcel._checks import check_type
 from sparcel.errors import InputError, checked_name, warn_on_rank_0
 from sparcel.formats import FewBits, Format
-from sparcel.rates import Rates
 from sparcel.schemes.auto import Auto
-from sparcel.schemes.auto import stages_by as auto_stages_by
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.bidirectional import Bidirectional
-from sparcel.schemes.bidirectional import stages as bidirectional_stages
 from sparcel.schemes.costs import Costs
-from sparcel.schemes.dense import Dense, engine_stages
-from sparcel.schemes.dense import stages as dense_stages
+from sparcel.schemes.dense import Dense
 from sparcel.schemes.density import checked_density, front_loaded, front_loaded_shares
 from sparcel.schemes.gtopk import GTopK
-from sparcel.schemes.gtopk import stages as gtopk_stages
 from sparcel.schemes.hierarchical import Hierarchical
 from sparcel.schemes.oktopk import OkTopK
-from sparcel.schemes.oktopk import stages as oktopk_stages
 from sparcel.schemes.outcome import Outcome
 from sparcel.schemes.papers.sparcml import SparCML
 from sparcel.schemes.plan import named
-from sparcel.schemes.presets import (
-    dgc,
-    hitopk,
-    hitopk_stages,
-    mstopk,
-    torus2d,
-    torus2d_stages,
-)
+from sparcel.schemes.presets import dgc, hitopk, mstopk, torus2d
 from sparcel.schemes.request import Layer, Request
 from sparcel.schemes.scalecom import ScaleCom
-from sparcel.schemes.scalecom import stages as scalecom_stages
 from sparcel.schemes.settings import Settings
 from sparcel.schemes.sparsifier import Sparsifier
 from sparcel.schemes.topk import TopK
-from sparcel.schemes.topk import stages_by as topk_stages_by
-from sparcel.stages import Stages
 
 __all__ = [
     "DEFAULT",
     "ON_NODES",
-    "PREDICTED",
     "RECOMMENDED",
     "SCHEMES",
     "SEND_ALL",
@@ -70,12 +53,10 @@ __all__ = [
     "TopK",
     "checked_density",
     "chosen_scheme",
-    "engine_stages",
     "front_loaded",
     "front_loaded_shares",
     "named",
     "scheme",
-    "stages_of",
     "suits_muon",
 ]
 
@@ -87,8 +68,6 @@ class Method(NamedTuple):
     ----------
     make
         Makes it of settings.
-    stages_by
-        Its stages for the cost model, which some methods choose by rates; None if it has none.
     on_nodes
         Whether it takes ``ranks_per_node``, and has no use where every rank is a node.
     sends_all
@@ -96,22 +75,21 @@ class Method(NamedTuple):
     """
 
     make: Callable[..., Scheme]
-    stages_by: Callable[[Rates], Stages] | None = None
     on_nodes: bool = False
     sends_all: bool = False
 
 
 METHODS: dict[str, Method] = {
-    "bidirectional": Method(Bidirectional, lambda _: bidirectional_stages),
-    "dense": Method(Dense, lambda _: dense_stages, sends_all=True),
-    "topk": Method(TopK, topk_stages_by),
-    "auto": Method(Auto, auto_stages_by),
-    "gtopk": Method(GTopK, lambda _: gtopk_stages),
-    "oktopk": Method(OkTopK, lambda _: oktopk_stages),
-    "scalecom": Method(ScaleCom, lambda _: scalecom_stages),
-    "hitopk": Method(hitopk, lambda _: hitopk_stages, on_nodes=True),
-    "torus2d": Method(torus2d, lambda _: torus2d_stages, on_nodes=True, sends_all=True),
-    "sparcml": Method(SparCML, topk_stages_by),  # without bits
+    "bidirectional": Method(Bidirectional),
+    "dense": Method(Dense, sends_all=True),
+    "topk": Method(TopK),
+    "auto": Method(Auto),
+    "gtopk": Method(GTopK),
+    "oktopk": Method(OkTopK),
+    "scalecom": Method(ScaleCom),
+    "hitopk": Method(hitopk, on_nodes=True),
+    "torus2d": Method(torus2d, on_nodes=True, sends_all=True),
+    "sparcml": Method(SparCML),
     "mstopk": Method(mstopk),
     "dgc": Method(dgc),
 }
@@ -120,7 +98,6 @@ METHODS: dict[str, Method] = {
 SCHEMES = {name: method.make for name, method in METHODS.items()}
 ON_NODES = tuple(name for name, method in METHODS.items() if method.on_nodes)
 SEND_ALL = tuple(name for name, method in METHODS.items() if method.sends_all)
-PREDICTED = tuple(name for name, method in METHODS.items() if method.stages_by)
 
 DEFAULT = "bidirectional"
 """The scheme where none is named."""
@@ -135,16 +112,6 @@ SPARSER: Settings = {"density": 0.1, "format": "packed:4"}
 
 UNDER_MUON: Settings = {"density": 1.0, "format": f"packed:{_MUON_BITS}"}
 """The same where Muon trains, which makes small directions of a matrix as long as large ones."""
-
-
-def stages_of(name: str, rates: Rates) -> Stages:
-    """Return the stages of the scheme ``name``, one of `PREDICTED`.
-
-    With these rates ``topk`` takes the fastest algorithm, and ``auto`` the fastest method.
-    """
-    stages_by = METHODS[name].stages_by
-    assert stages_by is not None, f"{name} is not predicted"
-    return stages_by(rates)
 
 
 def scheme(name: str | None = None, **settings: Unpack[Settings]) -> Scheme:

@@ -11,24 +11,19 @@ from torch import Tensor
 from sparcel import cost, device
 from sparcel.collectives.dense import check_agreement
 from sparcel.comm import Communicator, digest
+from sparcel.cost import Problem
 from sparcel.errors import InputError, MismatchError, checked_name
 from sparcel.formats import Format
 from sparcel.memory import wide_dtype
-from sparcel.rates import Rates
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.dense import Dense
-from sparcel.schemes.dense import stages as dense_stages
 from sparcel.schemes.gtopk import exchange_gtopk
-from sparcel.schemes.gtopk import stages as gtopk_stages
 from sparcel.schemes.ledger import Ledger
 from sparcel.schemes.oktopk import exchange_oktopk
-from sparcel.schemes.oktopk import stages as oktopk_stages
 from sparcel.schemes.outcome import Outcome
 from sparcel.schemes.plan import Plan, Span, Step
 from sparcel.schemes.selecting import Selecting
 from sparcel.schemes.topk import exchange_topk
-from sparcel.schemes.topk import stages_by as topk_stages_by
-from sparcel.stages import Problem, Stages
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
@@ -40,18 +35,6 @@ EXCHANGES: dict[str, Callable[[Ledger, Wire], SparseStream]] = {
 """Methods that can share a memory: each rank sends k coordinates and keeps the rest."""
 
 CANDIDATES = ("dense", *EXCHANGES)
-
-
-def _stages_of(candidate: str, rates: Rates) -> Stages:
-    """Return the stages of a candidate's training step."""
-    stages = {"dense": dense_stages, "topk": topk_stages_by(rates), "gtopk": gtopk_stages}
-    return {**stages, "oktopk": oktopk_stages}[candidate]
-
-
-def stages_by(rates: Rates) -> Stages:
-    """Return the stages of the method that `Auto` predicts to be the fastest with these rates."""
-    candidates = {name: _stages_of(name, rates) for name in CANDIDATES}
-    return lambda problem: candidates[cost.choose(candidates, problem.foreseen, rates)](problem)
 
 
 @dataclass(eq=False)
@@ -157,7 +140,7 @@ class Auto(Selecting):
         for name in names:
             itemsize = own if name == "dense" else wide
             problem = Problem(size, min(k, size), comm.size, here, itemsize, format=plan.format)
-            predicted[name] = cost.predict(_stages_of(name, rates), problem, rates).seconds
+            predicted[name] = cost.predict(cost.STEPS[name], problem, rates).seconds
         return predicted
 
     def _meet(self, gradient: Tensor, comm: Communicator, predicted: dict[str, float]) -> bool:

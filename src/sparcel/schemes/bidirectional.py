@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparcel._checks import checked_number
 from sparcel.formats import Format, format_named
-from sparcel.regions import stages as regions_stages
+from sparcel.regions import RETURNED
 from sparcel.schemes.plan import Span
 from sparcel.schemes.sparsifier import Sparsifier, Travelling, sends_all
-from sparcel.stages import Problem, Stage
-
-RETURNED = 3.0
-"""How many times as many coordinates come back as a rank sends, unless ``returned`` says."""
 
 
 @dataclass(eq=False)
@@ -69,9 +65,3 @@ class Bidirectional(Sparsifier):
         up = tuple((span.stop, span.density) for span in spans)
         down = tuple((stop, min(1.0, density * times)) for stop, density in up)
         return (up, format), (down, answer)
-
-
-def stages(problem: Problem) -> Iterator[Stage]:
-    """Yield the stages of a step of `Bidirectional` with its default ``returned``."""
-    back = min(problem.size, round(RETURNED * problem.k))
-    yield from regions_stages(problem, back)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel.collectives.dense import agreement_stages, check_agreement
+from sparcel.collectives.dense import check_agreement
 from sparcel.comm import Communicator
 from sparcel.device import finite_flag
 from sparcel.errors import checked_name
-from sparcel.schemes._stages import apply_stages
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.outcome import Outcome
 from sparcel.schemes.plan import Step
-from sparcel.stages import EngineSum, Problem, Stage, Stages, Work
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
@@ -60,23 +57,3 @@ class Dense(Scheme):
 
     def _agree(self, gradient: Tensor, comm: Communicator) -> None:
         check_agreement(SparseStream.unchecked(None, gradient, gradient.numel()), Wire(comm))
-
-
-def stages(problem: Problem) -> Iterator[Stage]:
-    """Yield the stages of a step of `Dense`."""
-    yield from agreement_stages(problem)
-    yield Work("add", problem.size)
-    yield from engine_stages(problem.itemsize)(problem)
-    yield from apply_stages(problem, problem.size)
-
-
-def engine_stages(itemsize: int) -> Stages:
-    """Return the stages of the engine's all-reduce alone; ``itemsize`` is the bytes of a value.
-
-    DDP without sparcel does nothing else.
-    """
-
-    def stages(problem: Problem) -> Iterator[Stage]:
-        yield EngineSum(problem.size, itemsize, problem.rank, problem.ranks)
-
-    return stages

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sparcel.collectives.gtopk import gtopk
-from sparcel.collectives.gtopk import stages as gtopk_stages
 from sparcel.errors import checked_name
 from sparcel.schemes._put_back import PUT_BACK, put_back
-from sparcel.schemes._stages import apply_stages, select_stages
 from sparcel.schemes.ledger import Ledger
 from sparcel.schemes.selecting import Selecting
-from sparcel.stages import Problem, Stage, scattered
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
@@ -46,11 +42,3 @@ class GTopK(Selecting):
 
     def _exchange(self, ledger: Ledger, wire: Wire) -> SparseStream:
         return exchange_gtopk(ledger, wire, self.put_back)
-
-
-def stages(problem: Problem) -> Iterator[Stage]:
-    """Yield the stages of a step of `GTopK`."""
-    yield from select_stages(problem)
-    yield from gtopk_stages(problem)
-    yield scattered(problem.k)
-    yield from apply_stages(problem, problem.k)

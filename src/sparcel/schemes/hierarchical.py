@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
-from math import ceil
 from typing import Any
 
 import torch
@@ -13,28 +12,18 @@ from torch import Tensor
 
 from sparcel import patterns
 from sparcel._checks import checked_whole
-from sparcel.collectives.dense import agreement_stages
-from sparcel.collectives.reduce_scatter import (
-    reduce_scatter,
-    sum_regions,
-    sum_regions_stages,
-)
+from sparcel.collectives.reduce_scatter import reduce_scatter, sum_regions
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
-from sparcel.formats import RAW, Expected
+from sparcel.formats import Expected
 from sparcel.memory import emptied, wide_dtype
-from sparcel.schemes._stages import apply_stages
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.dense import wired_dtype
 from sparcel.schemes.outcome import Outcome, averaged
 from sparcel.schemes.plan import Step
 from sparcel.schemes.request import Request
-from sparcel.stages import Problem, Stage, Stages, Work, copied, gather_stages
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
-
-_SUM_BYTES = torch.float32.itemsize
-"""Bytes of a value between nodes, where half precision has become a float32 sum."""
 
 
 @dataclass(eq=False)
@@ -256,38 +245,3 @@ def _gather_shards(
     else:
         out.copy_(whole.values)
     return SparseStream.unchecked(whole.indices, out, whole.size, whole.finite)
-
-
-def stages_on_nodes(inner: Stages, is_dense: bool, problem: Problem) -> Iterator[Stage]:
-    """Yield the stages of a training step on two levels.
-
-    ``inner`` selects and exchanges a shard across the nodes; ``is_dense`` tells that its sum is
-    dense.
-    """
-    here = min(problem.ranks_per_node, problem.ranks)
-    nodes, place = max(1, problem.ranks // here), problem.rank % here
-    shards = [stop - start for start, stop in pairwise(patterns.regions(problem.size, here))]
-    own = shards[place]
-    if is_dense:
-        yield from agreement_stages(problem)
-    inside = replace(problem, format=RAW)  # only what crosses nodes travels in the format
-    yield from sum_regions_stages(replace(inside, rank=place, ranks=here))
-    across = Problem(
-        max(1, own),  # a problem needs a coordinate; an empty shard costs no more
-        max(1, min(own, ceil(problem.k / here))),
-        nodes,
-        itemsize=max(_SUM_BYTES, problem.itemsize),
-        format=problem.format,
-        answer=problem.answer,
-        rank=problem.rank // here,
-    )
-    yield from inner(across)
-    total = own if is_dense else across.entries(range(nodes))
-    if here > 1:
-        lengths = inside.lengths
-        blocks = [lengths.region_message(size if is_dense else total, size) for size in shards]
-        at_most = max(inside.most_bytes(None, size) for size in shards)
-        yield from gather_stages(blocks, place, at_most, inside=True)
-        yield copied(total, times=here)
-        yield Work("encode", inside.message(total * here))
-    yield from apply_stages(inside, problem.size if is_dense else total * here)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from sparcel._checks import checked_whole
 from sparcel.collectives.oktopk import oktopk
-from sparcel.collectives.oktopk import stages as oktopk_stages
 from sparcel.errors import InputError, checked_name
 from sparcel.schemes._put_back import PUT_BACK, put_back
-from sparcel.schemes._stages import apply_stages, select_stages
 from sparcel.schemes.ledger import Ledger
 from sparcel.schemes.papers.reuse import Reuse, checked_estimates
 from sparcel.schemes.selecting import Selecting
 from sparcel.selectors import selector
-from sparcel.stages import Problem, Stage, scattered
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
@@ -106,11 +103,3 @@ def _checked_steps(steps: int | None, name: str, reuses: bool, default: int) -> 
             f" leave out {name}"
         )
     return steps
-
-
-def stages(problem: Problem) -> Iterator[Stage]:
-    """Yield the stages of a step of `OkTopK`."""
-    yield from select_stages(problem)
-    yield from oktopk_stages(problem)
-    yield scattered(problem.k)
-    yield from apply_stages(problem, problem.k)

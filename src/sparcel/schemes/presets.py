@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 
-import torch
-
-from sparcel.collectives.allgather_reduce import stages as allgather_stages
 from sparcel.formats import Format
-from sparcel.schemes._stages import select_stages
 from sparcel.schemes.base import Scheme
-from sparcel.schemes.dense import Dense, engine_stages
-from sparcel.schemes.hierarchical import Hierarchical, stages_on_nodes
+from sparcel.schemes.dense import Dense
+from sparcel.schemes.hierarchical import Hierarchical
 from sparcel.schemes.topk import TopK
 from sparcel.selectors import Selector
-from sparcel.stages import Problem, Stage, Stages
 
 
 def hitopk(
@@ -76,13 +70,3 @@ def dgc(
     Source: Lin et al. 2018.
     """
     return TopK(density, warmup, warmup_steps, momentum, clip, format, algorithm="allgather")
-
-
-def _select_and_gather(problem: Problem) -> Iterator[Stage]:
-    """Yield the stages of HiTopKComm across nodes."""
-    yield from select_stages(problem)
-    yield from allgather_stages(problem)
-
-
-hitopk_stages: Stages = partial(stages_on_nodes, _select_and_gather, False)
-torus2d_stages: Stages = partial(stages_on_nodes, engine_stages(torch.float32.itemsize), True)

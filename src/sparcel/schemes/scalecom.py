@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from sparcel._checks import checked_number, checked_whole
-from sparcel.collectives.broadcast import broadcast, message_stages
-from sparcel.collectives.halving_doubling import halving_doubling
-from sparcel.collectives.halving_doubling import stages as halving_doubling_stages
+from sparcel.collectives.broadcast import broadcast
+from sparcel.collectives.doubling import halving_doubling
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, checked_name
 from sparcel.formats import Expected
-from sparcel.schemes._stages import STEP_OPERATIONS, apply_stages
 from sparcel.schemes.ledger import Ledger
 from sparcel.schemes.plan import Step
 from sparcel.schemes.selecting import Selecting
 from sparcel.selectors import Selector
-from sparcel.stages import Problem, Stage, Work, chosen, copied, scattered
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
@@ -132,19 +129,3 @@ def _indices_of(stream: SparseStream) -> SparseStream:
 def _expected_indices(like: SparseStream, most: int) -> Expected:
     """Return the bound for a message of at most ``most`` indices from the leader."""
     return Expected(like.size, like.dtype, 0, most, stays_sparse=True)
-
-
-def stages(problem: Problem) -> Iterator[Stage]:
-    """Yield the stages of a step of `ScaleCom` that rank 0 leads."""
-    rank, ranks, k = problem.rank, problem.ranks, problem.k
-    yield Work("add", problem.size, times=3)  # fitted to measured steps
-    yield Work("select", problem.size, 1 / ranks)  # by the leader
-    yield chosen(k, 1 / ranks)
-    yield Work("small", STEP_OPERATIONS)
-    indices = problem.format.exact.nbytes(k, problem.size, 0)
-    yield Work("encode", indices, 1 / ranks)
-    yield from message_stages(indices, rank, ranks, 0, indices)
-    yield copied(k)
-    yield scattered(2 * k)
-    yield from halving_doubling_stages(replace(problem, size=k, spread=k, union=None))
-    yield from apply_stages(problem, k)

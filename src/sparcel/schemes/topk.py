@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 from sparcel import auto
 from sparcel.collectives import check_algorithm
-from sparcel.rates import Rates
-from sparcel.schemes._stages import apply_stages, select_stages
 from sparcel.schemes.ledger import Ledger
 from sparcel.schemes.selecting import Selecting
-from sparcel.stages import Problem, Stage, Stages
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
@@ -43,15 +38,3 @@ class TopK(Selecting):
 
     def _exchange(self, ledger: Ledger, wire: Wire) -> SparseStream:
         return exchange_topk(ledger, wire, self.algorithm)
-
-
-def stages_by(rates: Rates) -> Stages:
-    """Return the stages of a step of `TopK` with ``algorithm="auto"`` and these rates."""
-    return partial(stages, auto.stages_by(rates))
-
-
-def stages(exchange: Stages, problem: Problem) -> Iterator[Stage]:
-    """Yield the stages of a step that sums the ranks' selections by ``exchange``."""
-    yield from select_stages(problem)
-    yield from exchange(problem)
-    yield from apply_stages(problem, problem.entries(problem.everyone))

@@ -15,7 +15,6 @@ from sparcel.errors import warn_on_rank_0
 from sparcel.optim import SaysTwoSteps, is_muon
 from sparcel.optim.two_steps import adam_move, muon_two_steps, sgd_two_steps, unwrapped
 from sparcel.schemes import suits_muon
-from sparcel.stages import Work
 from sparcel.training.residuals import Residuals
 
 Arrange = Callable[[Tensor, Tensor], Tensor]
@@ -209,14 +208,6 @@ class Ahead:
 def _local(value: Any) -> Any:
     """Return this rank's shard of a DTensor, through which gradients flow; all else as it is."""
     return value.to_local() if hasattr(value, "to_local") else value
-
-
-def ahead_work(size: int) -> Work:
-    """Return the work of moving parameters of ``size`` coordinates in a forward pass.
-
-    It is that of three passes over them with Adam. SGD takes two, which is not told apart.
-    """
-    return Work("add", size, times=3)
 
 
 def _like(values: Tensor, moved: Tensor) -> Tensor:

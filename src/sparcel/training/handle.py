@@ -14,8 +14,8 @@ from sparcel.comm import Call
 from sparcel.cost import default_rates
 from sparcel.device import read
 from sparcel.errors import CommunicationError, InputError
+from sparcel.regions import RETURNED
 from sparcel.schemes import Bidirectional, Scheme, Settings, chosen_scheme
-from sparcel.schemes.bidirectional import RETURNED
 from sparcel.training import checkpoint
 from sparcel.training.stats import Stats
 from sparcel.training.transaction import Session

@@ -9,7 +9,7 @@ from typing import Any
 
 from sparcel._checks import check_type, checked_number, checked_whole
 from sparcel.collectives.gtopk import GlobalTopk
-from sparcel.collectives.oktopk_reuse import Estimates, oktopk_reuse
+from sparcel.collectives.oktopk import Estimates, oktopk_reuse
 from sparcel.errors import InputError
 from sparcel.schemes._state import STATE_HINT
 from sparcel.schemes.ledger import Ledger

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sparcel._checks import checked_whole
-from sparcel.collectives.split_allgather import split_allgather
+from sparcel.collectives.reduce_scatter import split_allgather
 from sparcel.errors import InputError
 from sparcel.formats import FewBits, Format
 from sparcel.schemes.ledger import Ledger

@@ -6,32 +6,22 @@ plainly encoded streams. Either way they are control altogether, and stay on the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from sparcel import device
-from sparcel.collectives.halving_doubling import halving_doubling
-from sparcel.collectives.halving_doubling import stages as halving_doubling_stages
-from sparcel.collectives.recursive_doubling import recursive_doubling
-from sparcel.collectives.recursive_doubling import stages as recursive_doubling_stages
+from sparcel.collectives.doubling import halving_doubling, recursive_doubling
 from sparcel.comm import ALL_CONTROL, DIRECT_RANKS, Communicator
 from sparcel.errors import FormatError, MismatchError
 from sparcel.formats import RAW
-from sparcel.stages import Exchange, Problem, Stage, UnionSize, Work, copied, gather_stages
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
-_FEW_RANKS = 16
+FEW_RANKS = 16
 """The most ranks with which counts are summed by recursive doubling. It takes half the rounds of
 halving and doubling, but ⌈log₂P⌉ instead of 2 times the bytes, some KB. Up to `DIRECT_RANKS`, one
 exchange of P−1 times the bytes is better still."""
-
-_DIRECT_OPERATIONS = 12
-"""Small operations of a direct gather of integers, besides those on its message."""
 
 _WORD = 0x5C_0C_07_00
 """The first word of numbers that travel without a header. It is one more if the rank said
@@ -70,7 +60,7 @@ def sum_counts(
     places = own.nonzero().squeeze(1)
     stream = SparseStream(places, own[places].to(dtype), own.numel())
     stream.finite = finite
-    add = recursive_doubling if comm.size <= _FEW_RANKS else halving_doubling
+    add = recursive_doubling if comm.size <= FEW_RANKS else halving_doubling
     total = add(stream, Wire(comm, control=ALL_CONTROL))
     return total.to_dense().long(), bool(total.finite)
 
@@ -97,7 +87,7 @@ def _sum_directly(counts: Tensor, comm: Communicator, finite: bool) -> tuple[Ten
 
 def counting_bytes(counts: int, ranks: int) -> int:
     """Return about how many bytes a rank sends in `sum_counts`; ``counts`` is their number."""
-    if ranks > _FEW_RANKS:
+    if ranks > FEW_RANKS:
         return 8 * counts
     return 4 * counts * (ranks - 1 if ranks <= DIRECT_RANKS else (ranks - 1).bit_length())
 
@@ -121,7 +111,7 @@ def gather_integers(
         return [torch.from_numpy(part.astype(np.int64)) for part in parts], finite
     own = SparseStream.unchecked(None, numbers, numbers.numel(), finite)
     wire = Wire(comm, control=ALL_CONTROL)
-    longest = _numbers_bytes(at_most, own.dtype.itemsize)
+    longest = RAW.nbytes(None, at_most, own.dtype.itemsize)
     messages = wire.gather_messages(wire.pack(own).message, longest)
     streams = [wire.decode(rank, message, None) for rank, message in enumerate(messages)]
     return [stream.values.long() for stream in streams], all(stream.finite for stream in streams)
@@ -144,74 +134,3 @@ def _gather_directly(
         if words[-1] not in (_WORD, _WORD + 1):
             raise FormatError(_FOREIGN.format(rank, comm.rank))
     return parts, all(word == _WORD + 1 for word in words)
-
-
-@dataclass(frozen=True)
-class Counted:
-    """The properties of summed counts that decide the bytes of `sum_counts`.
-
-    Attributes
-    ----------
-    size
-        How many counts each rank has.
-    occupied
-        For each rank, the number of counts from its first nonzero one to its last.
-    union
-        As for a `Problem`: how many counts in a range are nonzero on some of the given ranks.
-    """
-
-    size: int
-    occupied: Sequence[int]
-    union: UnionSize
-
-
-def equally_counted(size: int, nonzero: float, ranks: int) -> Counted:
-    """Return `Counted` for ranks whose nonzero counts are the same ``nonzero`` consecutive ones."""
-    row = min(max(1, round(nonzero)), size)
-    return Counted(size, [row] * ranks, lambda _, start, stop: row * (stop - start) / size)
-
-
-def sum_stages(problem: Problem, counted: Counted, limit: int) -> Iterator[Stage]:
-    """Yield the stages of `sum_counts`, in a sum over the ranks of ``problem``."""
-    itemsize = 4 if limit < 1 << 31 else 8
-    if problem.ranks <= DIRECT_RANKS:
-        blocks = [(3 + occupied) * itemsize for occupied in counted.occupied]
-        yield from _direct_stages(blocks, problem.rank)
-        return
-    part = Problem(
-        counted.size,
-        max(1, *(round(counted.union([rank], 0, counted.size)) for rank in problem.everyone)),
-        problem.ranks,
-        problem.ranks_per_node,
-        itemsize,
-        rank=problem.rank,
-        union=counted.union,
-    )
-    add = recursive_doubling_stages if problem.ranks <= _FEW_RANKS else halving_doubling_stages
-    yield from add(part)
-
-
-def gather_integers_stages(
-    problem: Problem, lengths: Sequence[int], at_most: int, itemsize: int
-) -> Iterator[Stage]:
-    """Yield the stages of `gather_integers` if rank r has ``lengths[r]`` integers."""
-    if problem.ranks <= DIRECT_RANKS:
-        yield from _direct_stages([(1 + length) * itemsize for length in lengths], problem.rank)
-        return
-    blocks = [RAW.nbytes(None, length, itemsize) for length in lengths]
-    yield Work("encode", blocks[problem.rank])
-    yield from gather_stages(blocks, problem.rank, _numbers_bytes(at_most, itemsize))
-    yield copied(0, times=problem.ranks)
-
-
-def _direct_stages(blocks: Sequence[int], rank: int) -> Iterator[Stage]:
-    """Yield the stages of a direct gather; ``blocks`` are the bytes of each rank's message."""
-    others = (*blocks[:rank], *blocks[rank + 1 :])
-    yield Work("small", _DIRECT_OPERATIONS)
-    if others:
-        yield Exchange("gather", (blocks[rank],) * len(others), others)
-
-
-def _numbers_bytes(numbers: int, itemsize: int) -> int:
-    """Return the bytes of the longest message with up to ``numbers`` integers."""
-    return RAW.nbytes(None, numbers, itemsize)
