@@ -44,7 +44,7 @@ magnitudes fell (float64), a ticket, and two flags. Behind the counts are the pa
 
 
 @triton.jit
-def finite_at(facts):
+def _finite_at(facts):
     """Return where 1 is as long as all is finite."""
     return facts + 3
 
@@ -62,7 +62,7 @@ def _count_at(facts, row):
 
 
 @triton.jit
-def add_fell(fell, facts, ranks):
+def _add_fell(fell, facts, ranks):
     """Add by how much magnitudes fell in this program."""
     add_last(fell, _count_at(facts, ranks), facts + 2, facts + 1)
 
@@ -112,7 +112,7 @@ def _count(
         tl.store(_count_at(facts, row), tl.where(past == 0, count, -1))
     if program == 0:
         number = tl.arange(0, 8)
-        tl.store(facts + number, (number == 3).to(tl.int64))  # as `finite_at` has it
+        tl.store(facts + number, (number == 3).to(tl.int64))  # as `_finite_at` has it
     words = (message + places_at).to(tl.pointer_type(tl.int32), bitcast=True)
     found = 0
     for tile in range(tiles):
@@ -191,16 +191,16 @@ def _place(
     if row != own:
         if wrong > 0:
             tl.store(_fault_at(facts), 1)
-            tl.store(finite_at(facts), 0)
+            tl.store(_finite_at(facts), 0)
         if chunk == 0:
             word = message.to(tl.pointer_type(tl.int64), bitcast=True)
             if (tl.load(word) & non_finite(True)) != 0:
-                tl.store(finite_at(facts), 0)
+                tl.store(_finite_at(facts), 0)
             tl.atomic_add(facts, count, sem="relaxed")
 
 
 @triton.jit
-def read_tile(
+def _read_tile(
     messages, row_bytes, facts, masks, row, length, place, start, words,
     BITS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -232,7 +232,7 @@ class Added(NamedTuple):
     magnitude: Tensor
 
 
-class Arrived(NamedTuple):
+class _Arrived(NamedTuple):
     """Messages of which the places are known: what kernels get, and what is known of all."""
 
     messages: tuple[Tensor, int, Tensor, Tensor, Tensor]
@@ -250,7 +250,7 @@ class Arrived(NamedTuple):
         return flags[8 * 3], flags[8 * 4]
 
 
-def read(messages: Tensor, phase: Phase, region: int, own: int) -> Arrived:
+def _read(messages: Tensor, phase: Phase, region: int, own: int) -> _Arrived:
     """Find the places of messages, each about its rank's region, or all about one."""
     regions, stride, tile = phase.regions, messages.shape[1], _message.TILE
     grid = grid_of(regions.length(0))
@@ -267,7 +267,7 @@ def read(messages: Tensor, phase: Phase, region: int, own: int) -> Arrived:
         _place, programs, messages, stride, facts, masks, counts, placed, region, own, *layout,
         BITS=phase.bits, GROUP=phase.group, TILE=tile, CHUNKS=_message.CHUNKS, num_warps=WARPS,
     )  # fmt: skip
-    return Arrived((messages, stride, facts, masks, placed), layout, grid.chunks, facts)
+    return _Arrived((messages, stride, facts, masks, placed), layout, grid.chunks, facts)
 
 
 _OVERFLOWS = {torch.float32: 0x7F800000, torch.float16: 0x477FF000, torch.bfloat16: 0x7F7F8000}
@@ -302,7 +302,7 @@ def _add(
                 if row != own:
                     words = chunks * tiles * (TILE // 32)
                     start = tl.sum(tl.where(source == row, starts, 0), axis=0)
-                    added, kept, found = read_tile(
+                    added, kept, found = _read_tile(
                         messages, row_bytes, facts, masks, row, length, place, start, words,
                         BITS, GROUP, TILE,
                     )  # fmt: skip
@@ -310,7 +310,7 @@ def _add(
                     starts += tl.where(source == row, found, 0)
             tl.store(x + at, value, mask=at < size)
             fell += tl.sum((tl.abs(old) - tl.abs(value)).to(tl.float64), axis=0)
-    add_fell(tl.sum(fell, axis=0), facts, ranks)
+    _add_fell(tl.sum(fell, axis=0), facts, ranks)
 
 
 @triton.jit(do_not_specialize=["size", "ranks", "block_bits", "row_bytes", "chunks", "tiles"])
@@ -331,7 +331,7 @@ def _write(
         if first < length:
             place, at = tile_of(first, ranks, block_bits, row, TILE)
             words = chunks * tiles * (TILE // 32)
-            value, kept, found = read_tile(
+            value, kept, found = _read_tile(
                 messages, row_bytes, facts, masks, row, length, place, start, words,
                 BITS, GROUP, TILE,
             )  # fmt: skip
@@ -341,12 +341,12 @@ def _write(
             magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
             peak = tl.maximum(peak, tl.max(magnitude, axis=0))
     if peak >= OVERFLOWS:
-        tl.store(finite_at(facts), 0)
+        tl.store(_finite_at(facts), 0)
 
 
 def add(x: Tensor, arrived: Tensor, up: Phase, rank: int) -> Added:
     """Add what others sent to the own region of x, in the order of ranks."""
-    came = read(arrived, up, rank, rank)
+    came = _read(arrived, up, rank, rank)
     launch(
         _add, came.chunks, x, *came.messages, rank, *came.layout,
         BITS=up.bits, GROUP=up.group, TILE=_message.TILE, CHUNKS=_message.CHUNKS,
@@ -357,7 +357,7 @@ def add(x: Tensor, arrived: Tensor, up: Phase, rank: int) -> Added:
 
 def deliver(returned: Tensor, down: Phase, divisor: float, out: Tensor) -> Delivered:
     """Write what owners returned, over the divisor."""
-    came = read(returned, down, -1, -1)
+    came = _read(returned, down, -1, -1)
     launch(
         _write, down.regions.ranks * came.chunks, out, *came.messages, float(divisor),
         *came.layout, OVERFLOWS=_OVERFLOWS[out.dtype], BITS=down.bits, GROUP=down.group,

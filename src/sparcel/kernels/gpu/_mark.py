@@ -49,17 +49,17 @@ from sparcel.kernels.gpu._radix import (
     way_to,
 )
 
-ROWS = 4096 // 32
+_ROWS = 4096 // 32
 _WORDS = SPAN // 32
 
 
-def marks_for(x: Tensor, kinds: int) -> Tensor:
+def _marks_for(x: Tensor, kinds: int) -> Tensor:
     """Return memory for a bit an entry, for each kind, and then for the counts of spans."""
     return x.new_empty(kinds * spans_of(x.numel()) * (_WORDS + 1), dtype=torch.int32)
 
 
 @triton.jit
-def mark_tile(bits, above_all, ties_above, word, above, ties, TIES: tl.constexpr):
+def _mark_tile(bits, above_all, ties_above, word, above, ties, TIES: tl.constexpr):
     """Write the bits of ``[ROWS, 32]`` entries; return how many are above, and how many ties.
 
     Zeros pass no rule, so neither does what lies beyond the end.
@@ -222,7 +222,7 @@ def _add_span(
         if MARK:
             above_all = tl.load(above_at(work)).to(bits.dtype)
             word = span * (SPAN // 32) + row
-            found, _ = mark_tile(bits, above_all, 0, word, above, above, False)
+            found, _ = _mark_tile(bits, above_all, 0, word, above, above, False)
             count += found
     return count
 
@@ -258,10 +258,10 @@ def mark(sum: Sum, work: Tensor, marking: bool = True) -> Tensor:
     The fault becomes 1 if the sum is not finite.
     """
     size = sum.scratch.numel()
-    marks = marks_for(sum.scratch, 1) if marking else work
+    marks = _marks_for(sum.scratch, 1) if marking else work
     launch(
         _add_and_mark, spans_of(size), *sum[:7], size, work, marks, **sum.parts, **sum.effects,
-        MARK=marking, WIDTH=bits_width(sum.scratch.dtype), FIELD=FIELD, SPAN=SPAN, ROWS=ROWS,
+        MARK=marking, WIDTH=bits_width(sum.scratch.dtype), FIELD=FIELD, SPAN=SPAN, ROWS=_ROWS,
         GROUP=GROUP, enable_fp_fusion=False,
     )  # fmt: skip
     return marks
@@ -289,7 +289,7 @@ def _mark_largest(
         place = span * SPAN + row[:, None] * 32 + tl.arange(0, 32)[None, :]
         bits = magnitude_bits(load_inside(x, place, stop, False))
         all_above = kth.to(bits.dtype)
-        found, equal = mark_tile(
+        found, equal = _mark_tile(
             bits, all_above, all_above - 1, span * (SPAN // 32) + row, marks, marks + words, True
         )
         count += found
@@ -385,11 +385,11 @@ def mark_largest(x: Tensor, k: int, work: Tensor, limited: bool) -> Tensor:
 
     `find_kth`, with the same arguments, comes before.
     """
-    marks = marks_for(x, 2)
+    marks = _marks_for(x, 2)
     launch(
         _mark_largest, spans_of(x.numel()), x, x.numel(), work, k, marks,
         LIMITED=limited, LEVELS=levels_of(x.dtype), WIDTH=bits_width(x.dtype), FIELD=FIELD,
-        SPAN=SPAN, ROWS=ROWS // 4, GROUP=GROUP,  # lanes read one entry at a time
+        SPAN=SPAN, ROWS=_ROWS // 4, GROUP=GROUP,  # lanes read one entry at a time
     )  # fmt: skip
     return marks
 

@@ -190,7 +190,7 @@ def _scales(message, BITS: tl.constexpr):
 
 
 @triton.jit
-def scales_at(message, row, kept, BITS: tl.constexpr):
+def _scales_at(message, row, kept, BITS: tl.constexpr):
     """Return the scales of rows of a message; the second of two is for odd codes."""
     found = tl.load(_scales(message, BITS) + row, mask=kept, other=0).to(tl.int32)
     low, high = found << 16, found & -65536
@@ -244,7 +244,7 @@ def values_at(
         goes_on = kept & (shift + BITS > 8)
         found |= tl.load(byte + 1, mask=goes_on, other=0).to(tl.int32) << 8
     code = (found >> shift) & (2**BITS - 1)
-    low, high = scales_at(message, number // GROUP, kept, BITS)
+    low, high = _scales_at(message, number // GROUP, kept, BITS)
     return tl.reshape(decode_rows(code[:, None], low, high, BITS, BITS == 2), [TILE])
 
 
@@ -331,7 +331,7 @@ def read_tile(message, place, length, TILE: tl.constexpr, BITS: tl.constexpr, GR
     """Return a tile of a region from a place on."""
     ROWS: tl.constexpr = TILE // GROUP
     row = place // GROUP + tl.arange(0, ROWS)
-    low, high = scales_at(message, row, row * GROUP < length, BITS)
+    low, high = _scales_at(message, row, row * GROUP < length, BITS)
     codes, eight, bytes = codes_at(message, place, length, TILE, BITS, GROUP)
     code = load_codes(codes, eight, bytes, BITS, True, ROWS, GROUP)
     return tl.reshape(decode_rows(code, low, high, BITS, BITS == 2), [TILE])

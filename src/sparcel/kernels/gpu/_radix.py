@@ -80,7 +80,7 @@ def selected_at(work):
 
 
 @triton.jit
-def path_at(work, LEVEL: tl.constexpr):
+def _path_at(work, LEVEL: tl.constexpr):
     """Return where the upper bits before a level are; how many are needed follows."""
     return work + 16 + 2 * LEVEL
 
@@ -143,7 +143,7 @@ def next_bits(bits, counted, upper, nth, SHIFT: tl.constexpr, WIDTH: tl.constexp
 
 
 @triton.jit
-def descend(counts, needed, field):
+def _descend(counts, needed, field):
     """Return the value of the ``needed``-th largest, and how many are needed of this value.
 
     All that there are if these are fewer. If none is needed, the largest value.
@@ -171,12 +171,12 @@ def way_to(
             fit = (passed <= size) & ((passed >= k) | (tl.load(above_at(work)) == 0))
             needed = tl.where(fit, needed, 0)
     else:
-        path = path_at(work, LEVEL - 1)
+        path = _path_at(work, LEVEL - 1)
         upper, needed = tl.load(path), tl.load(path + 1)
     if LEVEL > 0:
         LEFT: tl.constexpr = WIDTH - (LEVEL - 1) * FIELD
         BITS: tl.constexpr = FIELD if LEFT > FIELD else LEFT
-        place, needed = descend(histogram_at(work, LEVEL - 1), needed, BITS)
+        place, needed = _descend(histogram_at(work, LEVEL - 1), needed, BITS)
         upper = (upper << BITS) | place
     return upper, needed
 
@@ -190,7 +190,7 @@ def _count_level(
     program = tl.program_id(0).to(tl.int64)
     upper, needed = way_to(work, size, k, LEVEL, LIMITED, WIDTH, FIELD)
     if program == 0:
-        path = path_at(work, LEVEL)
+        path = _path_at(work, LEVEL)
         tl.store(path, upper)
         tl.store(path + 1, needed)
     stop = size.to(tl.int64)

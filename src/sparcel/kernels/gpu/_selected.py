@@ -41,7 +41,7 @@ from sparcel.kernels.gpu._radix import next_bits
 from sparcel.kernels.phase import Phase, row_bytes
 
 
-class Source(NamedTuple):
+class _Source(NamedTuple):
     """What is selected from: x = memory + scale·gradient, or x itself."""
 
     memory: Tensor
@@ -55,7 +55,7 @@ class Source(NamedTuple):
         return {"ADDED": self.added, "SCALED": self.scale != 1}
 
 
-class Limits(NamedTuple):
+class _Limits(NamedTuple):
     """What decides how much leaves.
 
     Attributes
@@ -71,14 +71,14 @@ class Limits(NamedTuple):
     most: Tensor
 
 
-def limits_of(phase: Phase, rank: int, others: bool, place: torch.device) -> Limits:
+def _limits_of(phase: Phase, rank: int, others: bool, place: torch.device) -> _Limits:
     """Return what a phase decides of the others' regions, or of the own one, on a device."""
     stream = torch.cuda.current_stream(place).cuda_stream if place.type == "cuda" else 0
     return _limits_on(phase, rank, others, place, stream)
 
 
 @lru_cache(maxsize=256)
-def _limits_on(phase: Phase, rank: int, others: bool, place: torch.device, _: int) -> Limits:
+def _limits_on(phase: Phase, rank: int, others: bool, place: torch.device, _: int) -> _Limits:
     """Each stream has its own: nothing else would wait until they are there."""
     rows = []
     for stop, density, first, last in phase.regions.parts(phase.shares, rank, others):
@@ -86,11 +86,11 @@ def _limits_on(phase: Phase, rank: int, others: bool, place: torch.device, _: in
         rows.append((stop, first, last - first, taken, sample_rank(taken, density)))
     numbers = [number for column in zip(*rows, strict=True) for number in column]
     both = device.put([*numbers, *phase.most], place, torch.int64)
-    return Limits(both[: len(numbers)].view(5, -1), both[len(numbers) :])
+    return _Limits(both[: len(numbers)].view(5, -1), both[len(numbers) :])
 
 
 @triton.jit
-def sum_at(
+def _sum_at(
     memory, gradient, scale, at, size,
     WHOLE: tl.constexpr, ADDED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -136,7 +136,7 @@ def _begin(
             at = place + skipped(place, ranks, block_bits, rank)
         counted = number < taken
         end = tl.where(counted, size, 0)
-        bits = magnitude_bits(sum_at(memory, gradient, scale, at, end, False, ADDED, SCALED))
+        bits = magnitude_bits(_sum_at(memory, gradient, scale, at, end, False, ADDED, SCALED))
         nth = tl.load(table + 4 * shares + program).to(tl.int32)
         tl.store(thresholds + program, tl.maximum(_nth_largest(bits, counted, nth), 1))
     else:
@@ -160,7 +160,7 @@ def _share_of(stops, shares, coordinate):
 
 
 @triton.jit
-def limits_at(
+def _limits_at(
     at, first, stops, shares, thresholds, ranks, block_bits, owner,
     ONE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -178,10 +178,10 @@ def limits_at(
     return limit
 
 
-def begin(
-    source: Source,
+def _thresholds(
+    source: _Source,
     phase: Phase,
-    limits: Limits,
+    limits: _Limits,
     rank: int,
     step: int,
     others: bool,
@@ -211,11 +211,11 @@ def _mark_tile(
 ):  # fmt: skip
     """Add a tile; return which of it reach their thresholds, and the largest magnitude."""
     _, at = tile_of(first, ranks, block_bits, owner, TILE)
-    total = sum_at(memory, gradient, scale, at, size, WHOLE, ADDED, SCALED)
+    total = _sum_at(memory, gradient, scale, at, size, WHOLE, ADDED, SCALED)
     if ADDED:
         store_inside(x, at, total, size, WHOLE)
     bits = magnitude_bits(total)
-    limit = limits_at(at, first, stops, shares, thresholds, ranks, block_bits, owner, ONE, TILE)
+    limit = _limits_at(at, first, stops, shares, thresholds, ranks, block_bits, owner, ONE, TILE)
     return (bits >= limit).to(tl.int32), tl.max(bits, axis=0)
 
 
@@ -378,7 +378,7 @@ def _round(
 
 
 def _take(
-    source: Source,
+    source: _Source,
     phase: Phase,
     rank: int,
     step: int,
@@ -394,11 +394,11 @@ def _take(
     x, layout, regions = source.x, layout_of(phase), phase.regions
     rows, first, own = (regions.ranks, 0, rank) if others else (1, rank, -1)
     room = max(phase.most) if others else phase.most[rank]
-    limits, stride = limits_of(phase, rank, others, x.device), row_bytes(phase.bounds)
+    limits, stride = _limits_of(phase, rank, others, x.device), row_bytes(phase.bounds)
     messages = x.new_empty((rows, stride), dtype=torch.uint8)
     facts = x.new_empty(4, dtype=torch.int64)  # how many are sent, by how much x fell, a ticket
     fell = facts.view(torch.float64)[1] if fell is None else fell
-    thresholds = begin(source, phase, limits, rank, step, others, messages, facts)
+    thresholds = _thresholds(source, phase, limits, rank, step, others, messages, facts)
 
     grid, tile, shares = grid_of(regions.length(0)), _message.TILE, len(phase.shares)
     programs = rows * grid.chunks
@@ -430,7 +430,7 @@ def _take(
 def enter(addition: Addition, up: Phase, rank: int, step: int) -> Entered:
     """Compute x = memory + addend, and take out of it what is selected of the others' regions."""
     gradient = addition.gradient.detach()
-    source = Source(addition.memory, gradient, float(addition.scale), addition.scratch, True)
+    source = _Source(addition.memory, gradient, float(addition.scale), addition.scratch, True)
     return Entered(*_take(source, up, rank, step, True))
 
 
@@ -442,6 +442,6 @@ def take_own(
     ``finite``, a bool ``[]``, is whether all that was added to the region is finite, and sound. The
     region's magnitude ``fell`` by so much before (float64 ``[]``), to which this is added.
     """
-    source = Source(x, x, 1.0, x, False)
+    source = _Source(x, x, 1.0, x, False)
     messages, _, fell = _take(source, down, rank, step, False, finite, fell)
     return messages[0], fell
