@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from sparcel import simulate
-from sparcel.cli.linear.files import layout_of
-from sparcel.cli.linear.fit import fit
+from sparcel.cli.linear.fit import fit, layout_of
 from sparcel.errors import InputError
 from sparcel.linear import SparseLogisticRegression
 from sparcel.linear.inputs import read, read_weights

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sparcel.errors import InputError
 from sparcel.rows import read_json_lines, read_lines, read_tsv
-from sparcel.rows.documents import Documents, Fail
+from sparcel.rows.text import Documents, Fail
 
 Reader = Callable[[bytes, Fail], Documents]
 

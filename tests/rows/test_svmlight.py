@@ -25,7 +25,7 @@ from sparcel.rows import (
     files,
     read_svmlight,
 )
-from sparcel.rows.pieces import FilePiece
+from sparcel.rows.files import FilePiece
 from tests.rows.made import NUMBERS, TEXTS, folder, made, same, texts_of
 
 PACKED = {

@@ -16,10 +16,9 @@ from sparcel.errors import InputError, optional
 from sparcel.linear.model import MOST_HELD, matrix_of
 from sparcel.linear.ranks import gathered, run_or_fail_everywhere
 from sparcel.rows import Rows, Source, SvmLight, cached, check, make_cache, map_rows
-from sparcel.rows.files import blocks
-from sparcel.rows.pieces import FilePiece, Paths, files_of, is_compressed
+from sparcel.rows.files import FilePiece, Paths, blocks, files_of, is_compressed
 from sparcel.rows.rows import Array
-from sparcel.rows.svmlight import Labels, TextLabelError
+from sparcel.rows.sources import Labels, TextLabelError
 
 with optional("sparcel.linear", "linear"):
     import scipy.sparse as sp

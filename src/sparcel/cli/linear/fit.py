@@ -1,22 +1,116 @@
-"""``sparcel linear fit``."""
+"""``sparcel linear fit``, and what the commands know of files of rows."""
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, fields
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from sparcel.cli.linear.files import Data, Label, Layout, TextName, layout_of
-from sparcel.cli.linear.settings import refuse_typed, with_parameters
-from sparcel.cli.options import check_apart, check_output
-from sparcel.errors import InputError
-from sparcel.linear.parameters import LOSSES
+from sparcel.cli.options import check_apart, check_output, is_typed
+from sparcel.errors import InputError, checked_name
+from sparcel.linear.parameters import LOSSES, OF_ONE_SOLVER, Parameters, Rule, descriptions
 
 if TYPE_CHECKING:
     from sparcel.rows import Source
+
+
+LAYOUTS = ("svmlight", "lines", "tsv", "jsonl")
+
+Data = Annotated[
+    list[Path],
+    typer.Argument(help="Files: plain, .gz, .bz2, .xz or .zst.", show_default=False),
+]
+Model = Annotated[Path, typer.Argument(help="What `fit` wrote.", show_default=False)]
+Layout = Annotated[
+    str | None,
+    typer.Option(
+        help="What the files hold: svmlight, lines (a document a line), tsv (columns that the first"
+        " line names) or jsonl (a JSON object a line). By default their names tell: .tsv, .jsonl,"
+        " .txt; all else is svmlight."
+    ),
+]
+Label = Annotated[str, typer.Option(help="Name of the column or field with the label.")]
+TextName = Annotated[str, typer.Option(help="Name of the column or field with the text.")]
+
+
+def layout_of(data: list[Path], layout: str | None) -> str:
+    """Return what files hold, as told or by their names."""
+    if layout is not None:
+        return checked_name(layout, LAYOUTS, "--layout")
+    from sparcel.rows.files import is_compressed
+
+    by_suffix = {".tsv": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "lines"}
+    plain = [path.with_suffix("") if is_compressed(path) else path for path in data]
+    kinds = {by_suffix.get(path.suffix, "svmlight") for path in plain}
+    if len(kinds) > 1:
+        raise InputError(f"the files hold {' and '.join(sorted(kinds))}; give files of one kind")
+    return kinds.pop()
+
+
+_NAMES = {"random_state": "--seed", "average": "--average", "asynchronous": "--asynchronous"}
+"""Options that are not called as the parameter is, or have no second name that says no."""
+
+
+def with_parameters(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for each of `Parameters`; it gets these in ``parameters``."""
+    own = inspect.signature(command, eval_str=True).parameters
+    kept = [one for name, one in own.items() if name != "parameters"]
+    texts, hints = descriptions(), get_type_hints(Parameters)
+    options = [
+        inspect.Parameter(
+            one.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=one.default,
+            annotation=_annotation(one, hints[one.name], texts[one.name]),
+        )
+        for one in fields(Parameters)
+    ]
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        solver = checked_name(given["solver"], OF_ONE_SOLVER, "--solver")
+        other = next(name for name in OF_ONE_SOLVER if name != solver)
+        refuse_typed(
+            given["context"],
+            OF_ONE_SOLVER[other],
+            f"is a setting of --solver {other}, and the solver is {solver}; leave it out, or give"
+            f" --solver {other}",
+        )
+        parameters = {one.name: given.pop(one.name) for one in options}
+        command(**given, parameters=parameters)
+
+    signature = inspect.Signature([*kept, *options])
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in signature.parameters.values()}
+    return run
+
+
+def _annotation(one: Field[Any], hint: Any, text: str) -> Any:
+    """Return the type and the option of a parameter, as Typer reads them."""
+    names = [_NAMES[one.name]] if one.name in _NAMES else []
+    if hint == Rule or get_origin(hint) is Literal:
+        hint = str
+    more: dict[str, Any] = {}
+    if one.default is not None and type(None) in get_args(hint):
+        more = {"parser": _number_or_none, "metavar": "FLOAT|none"}
+    return Annotated[hint, typer.Option(*names, help=text, **more)]
+
+
+def _number_or_none(text: str | float) -> float | None:
+    return None if str(text).lower() == "none" else float(text)
+
+
+def refuse_typed(context: typer.Context, names: Sequence[str], why: str) -> None:
+    """Refuse options that were given and would not be used; ``why`` goes on after the name."""
+    for name in names:
+        if is_typed(context, name):
+            raise InputError(f"--{name.replace('_', '-')} {why}")
 
 
 @with_parameters

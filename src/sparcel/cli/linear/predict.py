@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparcel._files import replacing
-from sparcel.cli.linear.files import Data, Label, Layout, Model, TextName, layout_of
+from sparcel.cli.linear.fit import Data, Label, Layout, Model, TextName, layout_of
 from sparcel.cli.options import check_apart, check_output
 from sparcel.errors import InputError
 
