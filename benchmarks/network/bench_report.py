@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.pages import tables
 from benchmarks.record import RESULTS
-from sparcel.bench.baselines import DENSE
+from sparcel.bench.contenders import DENSE
 from sparcel.bench.plot import plot
 from sparcel.bench.results import Results
 

@@ -30,9 +30,7 @@ import torch
 from benchmarks.clock import Clock, Timed
 from benchmarks.machine import itself, machine
 from benchmarks.network.planner_judge import judge
-from sparcel.bench.baselines import Contender
-from sparcel.bench.contenders import STEP, contender, names
-from sparcel.bench.engines import BenchEngine, connected
+from sparcel.bench.contenders import STEP, BenchEngine, Contender, connected, contender, names
 from sparcel.bench.inputs import Case
 from sparcel.bench.predicted import predicted, problem_of
 from sparcel.comm import Communicator

@@ -41,7 +41,7 @@ from benchmarks.machine import machine
 from benchmarks.network.tree import tree_all_reduce
 from benchmarks.record import Row, network, show, write
 from sparcel import scheme, units
-from sparcel.bench.engines import BenchEngine, connected
+from sparcel.bench.contenders import BenchEngine, connected
 from sparcel.schemes import Costs, Request, Scheme
 
 METHODS = ("NaiveAG", "TreeAR", "engine", "2DTAR", "HiTopKComm")

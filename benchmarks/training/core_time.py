@@ -28,7 +28,7 @@ from benchmarks.clock import Clock
 from benchmarks.machine import itself, machine
 from benchmarks.record import Row, show, write
 from sparcel import scheme, units
-from sparcel.bench.engines import BenchEngine, connected
+from sparcel.bench.contenders import BenchEngine, connected
 from sparcel.lab import Link, Workers, open_network, parse_rate
 from sparcel.schemes import SPARSER, Scheme
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from sparcel.bench.phases import PHASES
+from sparcel.bench.timing import PHASES
 from sparcel.cli import app
 from sparcel.cli.bench import _rates_source
 from sparcel.collectives import ALGORITHMS

@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from sparcel import units
 from sparcel.bench import plot as drawn
-from sparcel.bench.phases import PHASES
 from sparcel.bench.plot import plot
 from sparcel.bench.results import Cell, Results, summarized
+from sparcel.bench.timing import PHASES
 from sparcel.cli import app
 from sparcel.errors import InputError
 

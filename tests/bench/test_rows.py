@@ -3,12 +3,10 @@
 import pytest
 
 from sparcel import simulate
-from sparcel.bench.contenders import names
-from sparcel.bench.engines import connected
+from sparcel.bench.contenders import connected, names
 from sparcel.bench.predicted import verdict
-from sparcel.bench.results import Cell, summarized
+from sparcel.bench.results import BenchSettings, Cell, summarized
 from sparcel.bench.run import network
-from sparcel.bench.settings import BenchSettings
 from sparcel.comm import launched
 from sparcel.errors import InputError
 

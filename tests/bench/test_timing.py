@@ -10,11 +10,10 @@ import torch
 
 from sparcel import simulate
 from sparcel.auto import all_reduce
-from sparcel.bench import phases
-from sparcel.bench.baselines import Contender
+from sparcel.bench import timing
+from sparcel.bench.contenders import Contender
 from sparcel.bench.inputs import Case
-from sparcel.bench.phases import Stopwatch, watched
-from sparcel.bench.timing import Measured, time_contender
+from sparcel.bench.timing import Measured, Stopwatch, time_contender, watched
 from sparcel.comm import Communicator
 from sparcel.formats import RAW
 from sparcel.stream import SparseStream
@@ -47,7 +46,7 @@ def test_ranks_agree_on_what_they_measured(run_on: RunOn) -> None:
     assert one.bytes == RAW.nbytes(CASE.k, CASE.size, 4)
     assert one.wrong == 0
     assert wrong.wrong == 2 * 3  # in the last warm-up run, and in the last timed run
-    assert set(one.phases) == set(phases.PHASES)
+    assert set(one.phases) == set(timing.PHASES)
     assert one.phases["encode"] > 0 and one.phases["exchange"] > 0 and one.phases["reduce"] > 0
     assert one.phases["select"] == 0
 
@@ -92,7 +91,7 @@ def test_the_last_timed_result_is_checked() -> None:
 def test_phases_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Stopwatch()
     clock = iter([0.0, 2.0, 5.0, 6.0])
-    monkeypatch.setattr(phases, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(timing, "perf_counter", lambda: next(clock))
     with watch.part("reduce"), watch.part("select"), watch.part("a part of no phase"):
         pass
     assert (watch.seconds["reduce"], watch.seconds["select"]) == (3.0, 3.0)

@@ -9,14 +9,17 @@ ScaleCom's convergence requires, and compute Ok-Topk's ξ.
 
 from sparcel.analysis.contraction import contraction, contraction_bound, xi
 from sparcel.analysis.density import (
+    Growth,
     delta,
     expected_nnz,
+    fill_in,
+    gradients_of,
+    growth,
     nnz_variance,
     ranks_until_dense,
     relative_volume,
 )
-from sparcel.analysis.growth import Growth, fill_in, gradients_of, growth
-from sparcel.analysis.plot import plot_fill_in
+from sparcel.analysis.report import plot_fill_in
 from sparcel.analysis.similarity import (
     cosine_similarities,
     hamming_distance,

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from sparcel._checks import check_type, checked_number, checked_whole
-from sparcel.analysis._inputs import Vector, checked_alike, checked_vector
-from sparcel.analysis.similarity import checked_selection
+from sparcel.analysis.similarity import Vector, checked_alike, checked_selection, checked_vector
 from sparcel.errors import InputError
 from sparcel.selectors import topk
 from sparcel.stream import SparseStream

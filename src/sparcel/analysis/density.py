@@ -1,18 +1,196 @@
-"""The number of coordinates in a sum if every rank selects independently at random."""
+"""How sums fill in: measured on gradients, and expected if ranks select independently."""
 
 from __future__ import annotations
 
 import math
 import sys
 from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
 
 import torch
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from sparcel import kernels
 from sparcel._checks import check_type, checked_whole
+from sparcel.analysis.similarity import Vector, checked_vector
 from sparcel.cost.predict import expected_union, log_absent
 from sparcel.errors import InputError
-from sparcel.stream import dense_from
+from sparcel.schemes.density import checked_density, count_for
+from sparcel.selectors import selector
+from sparcel.stream import SparseStream, dense_from
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How nnz grew as the selections of ranks were summed, in the order of the ranks.
+
+    Attributes
+    ----------
+    size
+        Coordinates of the vector.
+    selected
+        nnz of each rank's selection.
+    nnz
+        ``nnz[r]`` is the nnz of the sum over the first r + 1 ranks.
+    """
+
+    size: int
+    selected: tuple[int, ...]
+    nnz: tuple[int, ...]
+
+    @property
+    def density(self) -> tuple[float, ...]:
+        """Density of the sum over the first 1, 2, … ranks, in [0, 1]."""
+        return tuple(nnz / self.size for nnz in self.nnz)
+
+    @property
+    def uniform_density(self) -> tuple[float, ...]:
+        """The density expected if the ranks selected as many coordinates at random."""
+        counts = [self.selected[: ranks + 1] for ranks in range(len(self.selected))]
+        return tuple(_expected_union(self.size, count) / self.size for count in counts)
+
+    def dense_from(self, dtype: torch.dtype = torch.float32) -> int | None:
+        """Return the fewest ranks whose sum of ``dtype`` values is dense; None if none is."""
+        most = delta(self.size, dtype)
+        return next((ranks for ranks, nnz in enumerate(self.nnz, 1) if nnz > most), None)
+
+
+def _expected_union(size: int, counts: Sequence[int]) -> float:
+    """Return the expected nnz of a sum in which stream i has ``counts[i]`` coordinates."""
+    if max(counts, default=0) == size:
+        return float(size)
+    return -size * math.expm1(math.fsum(log_absent(size, count) for count in counts))
+
+
+def growth(selections: Iterable[SparseStream]) -> Growth:
+    """Return how nnz grows as streams are summed.
+
+    Parameters
+    ----------
+    selections
+        One stream a rank, of one size; consumed one by one. Stored zeros count.
+
+    Raises
+    ------
+    InputError
+        When there is no stream, or sizes differ or are 0.
+    """
+    check_type(selections, Iterable, "selections")
+    union: _Union | None = None
+    for place, stream in enumerate(selections):
+        check_type(stream, SparseStream, f"selections[{place}]")
+        union = union or _Union(stream.size, stream.device)
+        union.add(stream)
+    if union is None:
+        raise InputError("growth needs at least one stream, got none")
+    return union.growth()
+
+
+def fill_in(
+    gradients: Iterable[Vector],
+    densities: Sequence[float],
+    selectors: Sequence[str] = ("exact", "bucketed"),
+) -> dict[tuple[float, str], Growth]:
+    """Measure how the sum of gradients fills in, for several densities and selectors.
+
+    Parameters
+    ----------
+    gradients
+        One float vector ``[size]`` a rank. With error feedback, pass memory + gradient. Vectors
+        are consumed one by one, so the output of `gradients_of` need not be stored.
+    densities
+        Each in (0, 1].
+    selectors
+        Names of selectors: ``"exact"`` takes the largest of the whole vector, ``"bucketed"``, as
+        SparCML does, the largest of every 512 coordinates.
+
+    Returns
+    -------
+    dict
+        `Growth` by density and selector.
+
+    Raises
+    ------
+    InputError
+        When there is no gradient, sizes differ, or a density or selector does not exist.
+
+    Source: SparCML, section 3 and Figure 1.
+    """
+    check_type(gradients, Iterable, "gradients")
+    check_type(densities, Iterable, "densities")
+    check_type(selectors, Iterable, "selectors")
+    densities = [checked_density(one, f"densities[{i}]") for i, one in enumerate(densities)]
+    unions: dict[tuple[float, str], _Union] = {}
+    for place, gradient in enumerate(gradients):
+        vector = checked_vector(gradient, f"gradients[{place}]").contiguous()
+        for density, name in product(densities, selectors):
+            # Every rank gets a new selector, because some selectors have state.
+            k = count_for(density, vector.numel())
+            selection = selector(name).select(vector, k)
+            if (density, name) not in unions:
+                unions[density, name] = _Union(vector.numel(), vector.device)
+            unions[density, name].add(selection)
+    if not unions:
+        raise InputError("fill_in needs at least one gradient, one density and one selector")
+    return {selection: union.growth() for selection, union in unions.items()}
+
+
+def gradients_of(
+    model: nn.Module,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    batches: Iterable[tuple[Tensor, Tensor]],
+) -> Iterator[Tensor]:
+    """Yield the gradient of ``loss(model(inputs), targets)`` that each rank would have.
+
+    Parameters
+    ----------
+    model
+        Parameters, their ``.grad``, and buffers are not changed. The caller sets its mode.
+    loss
+        Takes outputs and targets, returns a scalar.
+    batches
+        Inputs and targets, one pair a rank.
+
+    Yields
+    ------
+    Tensor
+        ``[size]``: the gradients of all parameters that need one, flattened, in the order of
+        ``model.parameters()``; 0 for those that the batch did not use.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for inputs, targets in batches:
+        # Batch norm writes into its buffers, so every rank gets copies of the initial ones.
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        value = loss(functional_call(model, buffers, (inputs,)), targets)
+        gradients = torch.autograd.grad(value, parameters, materialize_grads=True)
+        yield torch.cat([gradient.to_dense().flatten() for gradient in gradients])
+
+
+class _Union:
+    """The set of coordinates that at least one rank has selected so far."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        if size < 1:
+            raise InputError("vectors must have at least one coordinate, got size 0")
+        self._seen = torch.zeros(size, dtype=torch.bool, device=device)
+        self._selected: list[int] = []
+        self._nnz: list[int] = []
+
+    def add(self, stream: SparseStream) -> None:
+        size = self._seen.numel()
+        if stream.size != size:
+            raise InputError(f"vectors must all have one size, got {size} and {stream.size}")
+        chosen = slice(None) if stream.indices is None else stream.indices.long()
+        new = self._seen[chosen].logical_not().sum()
+        self._seen[chosen] = True
+        self._selected.append(stream.nnz)
+        self._nnz.append((self._nnz[-1] if self._nnz else 0) + int(new))
+
+    def growth(self) -> Growth:
+        return Growth(self._seen.numel(), tuple(self._selected), tuple(self._nnz))
 
 
 def expected_nnz(size: int, k: int, ranks: int) -> float:

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sparcel.bench.baselines import DENSE
-from sparcel.bench.contenders import STEP
-from sparcel.bench.phases import PHASES
+from sparcel.bench.contenders import DENSE, STEP
 from sparcel.bench.report import digits
 from sparcel.bench.results import Cell, Results
+from sparcel.bench.timing import PHASES
 from sparcel.errors import InputError, optional
 
 if TYPE_CHECKING:

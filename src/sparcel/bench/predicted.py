@@ -6,9 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sparcel.bench.baselines import DENSE
-from sparcel.bench.contenders import STEP
-from sparcel.bench.engines import BenchEngine
+from sparcel.bench.contenders import DENSE, STEP, BenchEngine
 from sparcel.bench.inputs import Case
 from sparcel.bench.results import Cell
 from sparcel.collectives import ALGORITHMS

@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from sparcel.bench.baselines import AS_MANY_BYTES
-from sparcel.bench.contenders import STEP
+from sparcel.bench.contenders import AS_MANY_BYTES, STEP
 from sparcel.bench.results import Cell, Results
 
 Show = Callable[[Cell | None], None]

@@ -16,13 +16,10 @@ from rich.console import Console
 from torch import Tensor
 
 from sparcel.bench import report
-from sparcel.bench.baselines import DENSE
-from sparcel.bench.contenders import contender, names
-from sparcel.bench.engines import BenchEngine, connected
+from sparcel.bench.contenders import DENSE, BenchEngine, connected, contender, names
 from sparcel.bench.inputs import Case, load_gradients
 from sparcel.bench.predicted import NOW, predicted, set_rates, verdict
-from sparcel.bench.results import Cell, Results, summarized
-from sparcel.bench.settings import BenchSettings
+from sparcel.bench.results import BenchSettings, Cell, Results, summarized
 from sparcel.bench.timing import Measured, merged, time_contender
 from sparcel.comm import Communicator, launched
 from sparcel.cost import Rates, read_rates

@@ -109,8 +109,8 @@ def bench_command(
         return
     from sparcel.bench import report
     from sparcel.bench.contenders import names
+    from sparcel.bench.results import BenchSettings
     from sparcel.bench.run import read_files, run, start
-    from sparcel.bench.settings import BenchSettings
     from sparcel.comm import launched
 
     refuse_ignored(context, {"gradients": ["sizes"]})
@@ -150,7 +150,7 @@ def _share(text: str) -> float:
 
 def _rates_source(item: str) -> tuple[str, str]:
     """Return the engine's name, empty for all engines, and the source of its rates."""
-    from sparcel.bench.engines import ENGINES
+    from sparcel.bench.contenders import ENGINES
     from sparcel.bench.predicted import NOW
 
     engine, equals, source = item.partition("=")

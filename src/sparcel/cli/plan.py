@@ -185,7 +185,7 @@ def plan(
 
 def _measured(save: Path | None) -> Rates | None:
     """Measure on all ranks; rank 0 gets the rates, and writes them."""
-    from sparcel.bench.engines import connected
+    from sparcel.bench.contenders import connected
     from sparcel.comm import launched
     from sparcel.cost import measure
 
