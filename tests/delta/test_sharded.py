@@ -618,7 +618,7 @@ def test_a_slice_counts_as_the_whole_does(
     assert torch.equal(piece.numbers(torch.arange(piece.count)), local.view(-1))
     part = Part(piece, local)
     begin = 0
-    for one in part.pieces(CHUNK_BYTES):
+    for one in part.piece.cuts(CHUNK_BYTES):
         assert torch.equal(one.numbers(), part.gathered(one))
         assert part.begin_of(one) == begin
         begin += one.count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
@@ -36,8 +36,7 @@ def write_in_turn(parts: Mapping[str, Part], chunks: Iterable[Chunk]) -> None:
     def write(chunk: Chunk) -> None:
         found_in(chunk, parts).swap(parts)
 
-    for _ in in_order(write, (chunk for chunk in chunks if not chunk.new)):
-        pass
+    deque(in_order(write, (chunk for chunk in chunks if not chunk.new)), maxlen=0)
 
 
 def prepare(target: Target, chunks: Chunks, since: Version | None = None) -> Prepared:
@@ -79,11 +78,9 @@ def prepare_read(target: Target, read: Sequence[Chunk], since: Version | None = 
     ties = {a: name for chunk in read for a, name in chunk.ties.items() if name in after}
     owner = owners(parts_of(tensors_of(after, None))) if ties else {}
     apart = {alias: name for alias, name in ties.items() if owner.get(alias) != owner[name]}
-    copies = {}
-    if module:
-        copies = {alias: name for alias, name in apart.items() if alias in after}
-        _check_copies(version, copies, parts)
-    else:
+    copies = {alias: name for alias, name in apart.items() if alias in after} if module else {}
+    _check_copies(version, copies, parts)
+    if not module:
         after |= {alias: after[name] for alias, name in apart.items()}
     return Prepared(
         base,

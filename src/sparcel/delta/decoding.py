@@ -148,34 +148,29 @@ def decode(chunk: bytes | memoryview | Chunk, base: Weights | None = None) -> It
 
 def found_in(chunk: Chunk, parts: Mapping[str, Part] | None) -> Found:
     """Decode a chunk, and check it against the old weights, where these are given."""
-    if chunk.new:
-        parts = None
-    if parts is not None:
-        for piece in chunk.pieces:
-            _check_tensor(chunk, piece, parts)
-    if chunk.code == "dense":
-        return _all_found(chunk, parts)
-    if chunk.code == "xor" and parts is not None:
-        return _xor_found(chunk, parts)
+    if parts is None or chunk.new:
+        return told_of(chunk)
+    for piece in chunk.pieces:
+        _check_tensor(chunk, piece, parts)
     if chunk.code == "removed":
-        if parts is not None:
-            cuts = (cut for piece in chunk.pieces for cut in piece.cuts(CHUNK_BYTES))
-            sums = (_cpu.delta_sum(kernel_pieces([cut], parts), cut.dtype.itemsize) for cut in cuts)
-            _check_sum(chunk, -sum(sums))
-        none = torch.empty(0, dtype=torch.int32)
-        return Found(chunk, none, none.to(chunk.layout.integers))
-    by_places = not chunk.limits and chunk.code != "nibbles"
-    if parts is not None and by_places and not on_host(chunk, parts):
+        cuts = (cut for piece in chunk.pieces for cut in piece.cuts(CHUNK_BYTES))
+        sums = (_cpu.delta_sum(kernel_pieces([cut], parts), cut.dtype.itemsize) for cut in cuts)
+        _check_sum(chunk, -sum(sums))
+        return told_of(chunk)
+    by_places = chunk.code in ("steps", "values") and not chunk.limits
+    if by_places and not on_host(chunk, parts):
         found = looked_up(told_of(chunk), parts)
         if found.chunk.changed != chunk.changed:
             raise _not_this_base(chunk)
         _check_sum(chunk, found.chunk.sum)
         return found
-    held = kernel_pieces(chunk.pieces, parts)
-    places, after, total = _decoded(chunk, held)
-    if parts is not None:
-        _check_sum(chunk, total)
-    return Found(chunk, places, after, held if _in_place(chunk, parts) else None)
+    old = kernel_pieces(chunk.pieces, parts)
+    here = old if _in_place(chunk, parts) else None
+    if chunk.code in ("dense", "xor"):
+        return replace(_all_found(chunk, old), held=here)
+    places, after, total = _decoded(chunk, old)
+    _check_sum(chunk, total)
+    return Found(chunk, places, after, here)
 
 
 def _decoded(chunk: Chunk, held: list[_cpu.Piece]) -> tuple[Tensor, Tensor, int]:
@@ -197,6 +192,33 @@ def _decoded(chunk: Chunk, held: list[_cpu.Piece]) -> tuple[Tensor, Tensor, int]
     return decoded
 
 
+def _all_found(chunk: Chunk, old: list[_cpu.Piece]) -> Found:
+    """Take all elements of a chunk, which tells them or what they differ by."""
+    told = _all_told(chunk)
+    if chunk.code == "dense":
+        _check_all(chunk, told, old)
+        return Found(chunk, None, told)
+    after, places = torch.cat(held(old)) ^ told, told.nonzero().squeeze(1)
+    if len(places) != chunk.changed:
+        raise _not_this_base(chunk)
+    _check_all(chunk, after, old)
+    return Found(chunk, places.int(), after[places])
+
+
+def _all_told(chunk: Chunk) -> Tensor:
+    """Return the bits that a chunk tells of all its elements: new ones, or XORs of old and new."""
+    streams = chunk.streams[: chunk.lengths[2]]
+    if chunk.code == "dense":
+        return torch.from_numpy(np.frombuffer(streams, f"i{chunk.layout.itemsize}").copy())
+    size = chunk.elements * chunk.layout.itemsize
+    unpacker = zlib.decompressobj()
+    with malformed("a chunk's XOR is wrong"):
+        planes = unpacker.decompress(streams, size + 1)
+        if len(planes) != size or not unpacker.eof:
+            raise ValueError(f"it has {len(planes)} bytes instead of {size}")
+    return from_planes(planes, chunk.layout.integers)
+
+
 def told_of(chunk: Chunk) -> Found:
     """Decode a chunk without the old weights: its bits are new ones, steps, or XORs.
 
@@ -205,18 +227,20 @@ def told_of(chunk: Chunk) -> Found:
     InputError
         If that cannot be.
     """
+    if chunk.code == "removed":
+        none = torch.empty(0, dtype=torch.int32)
+        return Found(chunk, none, none.to(chunk.layout.integers))
     if chunk.code == "dense":
-        return _all_found(chunk, None)
+        return _all_found(chunk, []) if chunk.new else Found(chunk, None, _all_told(chunk))
     if chunk.code == "xor":
-        xor = _xor_of(chunk)
+        xor = _all_told(chunk)
         places = xor.nonzero().squeeze(1)
         return Found(chunk, places.int(), xor[places])
     if chunk.limits or chunk.code == "nibbles":
-        names = ", ".join(few(sorted({piece.name for piece in chunk.pieces})))
         raise InputError(
             f"a chunk of version {chunk.target} can only be read with all that it tells of, which"
-            f" is in {names}; publish with apart=True for readers of whole tensors, and with"
-            ' code="steps" for others (of packed values, "values")'
+            f" is in {_names_in(chunk)}; publish with apart=True for readers of whole tensors, and"
+            ' with code="steps" for others (of packed values, "values")'
         )
     return Found(chunk, *_decoded(chunk, kernel_pieces(chunk.pieces, None))[:2])
 
@@ -282,13 +306,11 @@ def on_host(chunk: Chunk, parts: Mapping[str, Part]) -> bool:
     return all(parts[piece.name].local.device.type == "cpu" for piece in chunk.pieces)
 
 
-def _in_place(chunk: Chunk, parts: Mapping[str, Part] | None) -> bool:
+def _in_place(chunk: Chunk, parts: Mapping[str, Part]) -> bool:
     """Tell whether `kernel_pieces` returns those of the tensors, and not copies."""
-    if parts is None or not on_host(chunk, parts):
-        return False
-    held = ((piece, parts[piece.name]) for piece in chunk.pieces)
-    return all(
-        part.bits.is_contiguous() and part.begin_of(piece) is not None for piece, part in held
+    there = ((piece, parts[piece.name]) for piece in chunk.pieces)
+    return on_host(chunk, parts) and all(
+        part.bits.is_contiguous() and part.begin_of(piece) is not None for piece, part in there
     )
 
 
@@ -300,11 +322,14 @@ def _check_sum(chunk: Chunk, total: int) -> None:
 
 def _not_this_base(chunk: Chunk) -> VersionError:
     """Return the error for weights that a chunk was not made for."""
-    names = ", ".join(few(sorted({piece.name for piece in chunk.pieces})))
     return VersionError(
-        f"chunk {chunk.part} of version {chunk.target} does not fit these weights ({names}): they"
-        f" are not version {chunk.base}; {FETCH}"
+        f"chunk {chunk.part} of version {chunk.target} does not fit these weights"
+        f" ({_names_in(chunk)}): they are not version {chunk.base}; {FETCH}"
     )
+
+
+def _names_in(chunk: Chunk) -> str:
+    return ", ".join(few(sorted({piece.name for piece in chunk.pieces})))
 
 
 def _check_tensor(chunk: Chunk, piece: Piece, parts: Mapping[str, Part]) -> None:
@@ -323,41 +348,8 @@ def _check_tensor(chunk: Chunk, piece: Piece, parts: Mapping[str, Part]) -> None
         )
 
 
-def _xor_found(chunk: Chunk, parts: Mapping[str, Part]) -> Found:
-    xor, old = _xor_of(chunk), kernel_pieces(chunk.pieces, parts)
-    after = torch.cat(held(old)) ^ xor
-    places = xor.nonzero().squeeze(1)
-    if len(places) != chunk.changed:
-        raise _not_this_base(chunk)
-    _check_all(Found(chunk, None, after), old)
-    return Found(chunk, places.int(), after[places], old if _in_place(chunk, parts) else None)
-
-
-def _xor_of(chunk: Chunk) -> Tensor:
-    """Unpack what old bits differ by from new ones: bytes by their place in an element."""
-    size = chunk.elements * chunk.layout.itemsize
-    unpacker = zlib.decompressobj()
-    with malformed("a chunk's XOR is wrong"):
-        planes = unpacker.decompress(chunk.streams[: chunk.lengths[2]], size + 1)
-        if len(planes) != size or not unpacker.eof:
-            raise ValueError(f"it has {len(planes)} bytes instead of {size}")
-    return from_planes(planes, chunk.layout.integers)
-
-
-def _all_found(chunk: Chunk, parts: Mapping[str, Part] | None) -> Found:
-    """Take all elements of a dense chunk."""
-    itemsize = chunk.layout.itemsize
-    elements = memoryview(chunk.streams)[: chunk.lengths[2]]
-    after = torch.from_numpy(np.frombuffer(elements, f"i{itemsize}").copy())
-    old = [] if parts is None else kernel_pieces(chunk.pieces, parts)
-    found = Found(chunk, None, after, old if _in_place(chunk, parts) else None)
-    if chunk.new or parts is not None:
-        _check_all(found, old)
-    return found
-
-
-def _check_all(found: Found, old: list[_cpu.Piece]) -> None:
+def _check_all(chunk: Chunk, after: Tensor, old: list[_cpu.Piece]) -> None:
     """Check the sum of a chunk of which all elements are known, old ones and new ones."""
-    itemsize = found.chunk.layout.itemsize
-    now = [kernel_piece(piece, bits) for piece, _, bits in found.pieces()]
-    _check_sum(found.chunk, _cpu.delta_sum(now, itemsize) - _cpu.delta_sum(old, itemsize))
+    itemsize = chunk.layout.itemsize
+    now = [kernel_piece(piece, bits) for piece, _, bits in Found(chunk, None, after).pieces()]
+    _check_sum(chunk, _cpu.delta_sum(now, itemsize) - _cpu.delta_sum(old, itemsize))

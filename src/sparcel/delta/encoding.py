@@ -148,11 +148,11 @@ def _jobs(
         yield partial(removed, blank, pieces, old)
     for names in _alike(now[name].piece for name in now if name in kept):
         nbytes = CHUNK_BYTES if apart else chunk_bytes(names, now, old)
-        every = (piece for name in names for piece in now[name].pieces(nbytes))
+        every = (piece for name in names for piece in now[name].piece.cuts(nbytes))
         for pieces in _filled((piece for piece in every if piece.count), nbytes, apart):
             yield partial(changed, blank, pieces, now, old, code)
     for names in _alike(now[name].piece for name in now if name not in kept):
-        every = (piece for name in names for piece in now[name].pieces(CHUNK_BYTES))
+        every = (piece for name in names for piece in now[name].piece.cuts(CHUNK_BYTES))
         for pieces in _filled(every, CHUNK_BYTES, apart):
             yield partial(new, blank, pieces, now)
 

@@ -124,7 +124,7 @@ def anchor_file(
         described[name] = (_NAMES[piece.dtype], part.local.shape, part.local.nbytes)
     ties = json.dumps(ties_of(every))
     told = {"ties": ties, "ties_crc": f"{crc32(ties.encode()):08x}"}
-    blocks = [(part, piece) for part in parts.values() for piece in part.pieces(CHUNK_BYTES)]
+    blocks = [(part, piece) for part in parts.values() for piece in part.piece.cuts(CHUNK_BYTES)]
     if for_store:
         sums = in_order(lambda block: sum_of_piece(*block), blocks)
         told["sums"] = "".join(f"{one:016x}" for one in sums)

@@ -21,6 +21,7 @@ from sparcel.delta.chunk import Chunk, Version, read_chunk
 from sparcel.delta.files import File
 from sparcel.delta.index import Entry
 from sparcel.delta.parts import (
+    Sliced,
     elements_of,
     memory_of,
     owners,
@@ -29,7 +30,7 @@ from sparcel.delta.parts import (
     untied,
     version_of,
 )
-from sparcel.delta.pieces import Only, Sliced, checked_only
+from sparcel.delta.pieces import Only, checked_only
 from sparcel.delta.prepared import Inverse, Prepared, Target
 from sparcel.delta.slicing import chunks_of, prepare_slices, sliced_of
 from sparcel.errors import FormatError, InputError, VersionError, few, shown

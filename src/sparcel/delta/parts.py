@@ -18,7 +18,7 @@ from sparcel import _cpu
 from sparcel._threads import in_order
 from sparcel.delta.bits import LAYOUTS, bits_of
 from sparcel.delta.chunk import Version
-from sparcel.delta.pieces import CHUNK_BYTES, Piece, Sliced, piece_of_shard, whole_piece
+from sparcel.delta.pieces import CHUNK_BYTES, Only, Piece, piece_of_shard, whole_piece
 from sparcel.errors import InputError, shown
 from sparcel.training.names import model_names
 
@@ -110,10 +110,6 @@ class Part:
     def _at(self, places: Tensor) -> tuple[Tensor, ...]:
         return (places,) if self.bits.dim() == 1 else torch.unravel_index(places, self.bits.shape)
 
-    def pieces(self, nbytes: int) -> Iterator[Piece]:
-        """Cut the part into pieces of at most so many bytes; an empty tensor is one, too."""
-        return self.piece.cuts(nbytes)
-
 
 class _Unwrapped(MutableMapping[str, Tensor]):
     """A mapping by the names before a model was wrapped; what is added keeps its name."""
@@ -138,6 +134,28 @@ class _Unwrapped(MutableMapping[str, Tensor]):
         return len(self._tensors)
 
 
+class Sliced(_Unwrapped):
+    """Tensors by name, each of which is what `only` says of a larger one.
+
+    Attributes
+    ----------
+    only
+        What there is of each tensor.
+    pieces
+        The same as pieces of the tensors of a version, once one is known.
+    """
+
+    def __init__(self, tensors: MutableMapping[str, Tensor], only: Only) -> None:
+        super().__init__(tensors, {})
+        self.only = only
+        self.pieces: dict[str, Piece] = {}
+
+    def piece(self, name: str) -> Piece:
+        """Return what a tensor is of that of a version, or a whole one before one is known."""
+        tensor = self[name]
+        return self.pieces.get(name) or whole_piece(name, tensor.dtype, tuple(tensor.shape))
+
+
 def tensors_of(
     weights: nn.Module | M, known: Set[str] | None = frozenset()
 ) -> MutableMapping[str, Tensor] | M:
@@ -152,7 +170,7 @@ def tensors_of(
         state = _unwrapped(weights).state_dict()
         kept = {name: one for name, one in state.items() if name.rpartition(".")[2] != _EXTRA}
         return _Unwrapped(kept, model_names(kept, known))
-    if isinstance(weights, _Unwrapped | Sliced):
+    if isinstance(weights, _Unwrapped):
         return weights
     if not isinstance(weights, Mapping):
         kind = type(weights).__name__
@@ -276,7 +294,7 @@ def held(pieces: Iterable[_cpu.Piece]) -> list[Tensor]:
 
 def sum_of(part: Part) -> int:
     """Return the sum (64 bits) of what a part's elements add to that of their version."""
-    return sum(sum_of_piece(part, piece) for piece in part.pieces(CHUNK_BYTES)) % (1 << 64)
+    return sum(sum_of_piece(part, piece) for piece in part.piece.cuts(CHUNK_BYTES)) % (1 << 64)
 
 
 def sum_of_piece(part: Part, piece: Piece) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import EllipsisType
@@ -210,42 +210,6 @@ def piece_of_slice(
     row = lengths[last] * inner[last]
     stride = inner[outer[-1]]
     return Piece(name, dtype, shape, first, row, stride, count)
-
-
-class Sliced(MutableMapping[str, Tensor]):
-    """Tensors by name, each of which is what `only` says of a larger one.
-
-    Attributes
-    ----------
-    only
-        What there is of each tensor.
-    pieces
-        The same as pieces of the tensors of a version, once one is known.
-    """
-
-    def __init__(self, tensors: MutableMapping[str, Tensor], only: Only) -> None:
-        self._tensors, self.only = tensors, only
-        self.pieces: dict[str, Piece] = {}
-
-    def piece(self, name: str) -> Piece:
-        """Return what a tensor is of that of a version, or a whole one before one is known."""
-        tensor = self._tensors[name]
-        return self.pieces.get(name) or whole_piece(name, tensor.dtype, tuple(tensor.shape))
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def __setitem__(self, name: str, tensor: Tensor) -> None:
-        self._tensors[name] = tensor
-
-    def __delitem__(self, name: str) -> None:
-        del self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
 
 def checked_only(only: Only) -> dict[str, Index]:

@@ -14,8 +14,8 @@ from sparcel.delta.applying import check_together, check_writable
 from sparcel.delta.chunk import Chunk, Version, read_chunk
 from sparcel.delta.decoding import Found, found_in, looked_up, told_of
 from sparcel.delta.files import File
-from sparcel.delta.parts import Part, owners, parts_of, sum_of_piece
-from sparcel.delta.pieces import CHUNK_BYTES, Only, Piece, Slice, Sliced
+from sparcel.delta.parts import Part, Sliced, owners, parts_of, sum_of_piece
+from sparcel.delta.pieces import CHUNK_BYTES, Only, Piece, Slice
 from sparcel.delta.prepared import Prepared
 from sparcel.errors import FormatError, InputError, VersionError, few, shown
 

@@ -135,7 +135,7 @@ class Ready:
             If it is written already, if the subscriber has gone to another version meanwhile, or if
             tensors that change were replaced.
         """
-        self._subscriber._apply(self._entry, self._since, self._step)
+        self._subscriber._apply(self)
         return self._subscriber._tell()
 
 
@@ -209,7 +209,7 @@ class Subscriber:
             whole version, maybe one on the way, which may be older than the one before.
         """
         for ready in self._steps(to, AHEAD):
-            self._apply(ready._entry, ready._since, ready._step)
+            self._apply(ready)
         return self._tell() if self._untold.is_new else None
 
     def updates(self, to: int | None = None) -> Iterator[Update]:
@@ -305,17 +305,17 @@ class Subscriber:
                 " written to them; reload() begins anew"
             )
 
-    def _apply(self, entry: Entry, since: Version | None, step: Step) -> None:
-        if self.version != since or not step.waits:
+    def _apply(self, ready: Ready) -> None:
+        if self.version != ready._since or not ready._step.waits:
             raise VersionError(
-                f"version {entry.version} was prepared for {since}, but the weights are"
+                f"version {ready.version} was prepared for {ready._since}, but the weights are"
                 f" {self.version} by now, or it is written already; prepare again"
             )
-        with self._writing(step):
-            inverse = step.apply()
-        self.version, self._inverse = entry.version, inverse
+        with self._writing(ready._step):
+            inverse = ready._step.apply()
+        self.version, self._inverse = ready.version, inverse
         self._kept.follow(inverse)
-        self._untold.add(entry, inverse)
+        self._untold.add(ready._entry, inverse)
 
     def _tell(self) -> Update:
         """Return what was done since the last time, also before an error that interrupted it."""

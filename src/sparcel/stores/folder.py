@@ -112,8 +112,7 @@ class Folder:
         """Write a file, whole or not at all, and return its length."""
         self._make()
         with replacing(self.path / name, links=False, lasting=self.lasting) as file:
-            for part in parts:
-                file.write(part)
+            file.writelines(parts)
             length = file.tell()
         if self.lasting:
             _flush(self.path)

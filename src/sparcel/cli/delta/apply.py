@@ -111,8 +111,7 @@ def _write(output: Path, before: Checkpoint, steps: list[_Step]) -> int:
             return _patched(file, before, steps)[1]
         with tempfile.TemporaryFile(dir=output.parent) as scratch:
             tensors, changed = _patched(scratch, before, steps)
-            for part in anchor_file(tensors, steps[-1].version):
-                file.write(part)
+            file.writelines(anchor_file(tensors, steps[-1].version))
         return changed
 
 
@@ -138,8 +137,7 @@ def _patched(
     from sparcel.delta import apply_
     from sparcel.delta.files import File, anchor_file
 
-    for part in anchor_file(before.tensors, steps[-1].version):
-        file.write(part)
+    file.writelines(anchor_file(before.tensors, steps[-1].version))
     file.flush()
     memory = mmap.mmap(file.fileno(), 0)
     tensors = File(memoryview(memory), file.name).tensors()

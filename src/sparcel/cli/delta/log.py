@@ -169,8 +169,7 @@ class _Watching:
         with writing(file):
             file.parent.mkdir(parents=True, exist_ok=True)
             with replacing(file) as written:
-                for part in anchor_file(reader.tensors, reader.version):
-                    written.write(part)
+                written.writelines(anchor_file(reader.tensors, reader.version))
         self._written = reader.version
 
     def _show(self, index: Index) -> None:

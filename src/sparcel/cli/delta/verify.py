@@ -139,8 +139,9 @@ class _Checking:
 
     def _step(self, entry: Entry, apply: bool = True) -> bool:
         """Read an entry as subscribers do; if it is wrong, note that, and use it no more."""
-        reader = self._reader
-        files = self._open(entry)
+        from sparcel.delta import Ready
+
+        reader, files = self._reader, self._open(entry)
         if files is None:
             return False
         try:
@@ -148,7 +149,7 @@ class _Checking:
                 files[0].block_sums(entry.version)
             read = reader._kept.read(entry, files, reader.version, entry.version)
             if apply:
-                reader._apply(entry, reader.version, read[1])
+                Ready(reader, reader.version, *read).apply()
         except (FormatError, VersionError) as error:
             self._fault(entry, str(error))
             return False
