@@ -136,9 +136,8 @@ class SvmLight:
         Without ``dimensions``, a block has those that its own highest index needs.
         """
         checked_name(labels, ("numbers", "texts"), "labels")
-        if threads is None:
-            threads = torch.get_num_threads()
-        checked_whole(threads, "threads", at_least=1)
+        if threads is not None:
+            checked_whole(threads, "threads", at_least=1)
         parse = partial(self._parse, labels=labels)
         read = chain.from_iterable(blocks(piece) for piece in pieces(paths, rank, ranks))
         return in_order(parse, read, threads)
