@@ -13,7 +13,6 @@ from tempfile import TemporaryFile, gettempdir
 from typing import IO, Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
-import torch
 
 from sparcel import _cpu
 from sparcel._checks import checked_whole
