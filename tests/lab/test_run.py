@@ -134,7 +134,8 @@ def test_ranks_that_wait_for_a_failed_rank_are_killed(monkeypatch: pytest.Monkey
     assert run_python(script) == 3
 
 
-def test_a_child_that_holds_the_output_open_delays_nothing() -> None:
+def test_a_child_that_holds_the_output_open_delays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparcel.lab.launch._OUTPUT_S", 0.1)
     script = "import subprocess; subprocess.Popen(['sleep', '1000000'], start_new_session=True)"
     assert run_python(script) == 0
 
@@ -146,9 +147,9 @@ def test_killing_a_node_kills_all_its_processes_and_does_not_count(
     script = (
         "import os, subprocess, sys, time\n"
         "child = subprocess.Popen(['sleep', '1000000'], start_new_session=True)\n"
-        "time.sleep(2); print('alive', child.poll())"
+        "time.sleep(1); print('alive', child.poll())"
     )
-    faults = Faults(kill_node=1, after_s=1.0)
+    faults = Faults(kill_node=1, after_s=0.5)
     assert run_python(script, ranks_per_node=RANKS_PER_NODE, faults=faults) == 0
     out, err = capsys.readouterr()
     assert sorted(out.splitlines()) == [f"[{rank}] alive None" for rank in (0, 1, 4, 5)]
@@ -178,7 +179,7 @@ else:
             break
         except ConnectionRefusedError:
             time.sleep(0.05)
-peer.settimeout(1.0)
+peer.settimeout(0.5)
 print("connected", flush=True)
 try:
     while True:
@@ -214,7 +215,7 @@ def test_a_fault_that_cannot_be_caused_is_reported(
         raise OSError(f"node {node} is not ours")
 
     monkeypatch.setattr(EmulatedNetwork, "cut_link", refuse)
-    assert run_python("import time; time.sleep(1)", faults=Faults(cut_link=1)) == 1
+    assert run_python("import time; time.sleep(0.3)", faults=Faults(cut_link=1)) == 1
     err = capsys.readouterr().err
     assert "the fault could not be caused: OSError('node 1 is not ours')" in err
 

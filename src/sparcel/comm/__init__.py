@@ -13,12 +13,7 @@ import torch
 import torch.distributed as dist
 
 from sparcel.comm.calls import Call, call_of, digest
-from sparcel.comm.communicator import (
-    DIRECT_RANKS,
-    Communicator,
-    gather_in_rounds,
-    ranks_with_other,
-)
+from sparcel.comm.communicator import DIRECT_RANKS, Communicator, gather_in_rounds, ranks_with_other
 from sparcel.comm.connected import ConnectedCommunicator as ConnectedCommunicator
 from sparcel.comm.connected import Rendezvous as Rendezvous
 from sparcel.comm.engine import ALL_CONTROL, Traffic, ring_bytes

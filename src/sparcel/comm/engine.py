@@ -50,19 +50,21 @@ def as_rows(messages: Mapping[int, Tensor], rows: int, nbytes: int) -> Tensor:
 
 
 class Engine(Protocol):
-    """Connections of one communicator; only one thread at a time uses them."""
+    """Connections of one communicator; only one thread at a time uses them.
 
-    @property
-    def device(self) -> torch.device:
-        """The device that holds payloads."""
+    Attributes
+    ----------
+    device
+        The device that holds payloads.
+    carrier
+        The name of what carries the messages.
+    hides_aborts
+        Whether a transfer that was aborted ends like any other, and raises nothing.
+    """
 
-    @property
-    def carrier(self) -> str:
-        """The name of what carries the messages."""
-
-    @property
-    def hides_aborts(self) -> bool:
-        """Whether a transfer that was aborted ends like any other, and raises nothing."""
+    device: torch.device
+    carrier: str
+    hides_aborts: bool
 
     @property
     def waiting(self) -> bool:
@@ -95,56 +97,6 @@ class Engine(Protocol):
 
     def abort(self) -> None:
         """Close the connections, so that peers stop waiting; any thread may call."""
-
-
-class MeshEngine:
-    """What engines between processes have in common: a connection to each other rank.
-
-    The kernel closes a connection when the process at its other end ends.
-
-    Parameters
-    ----------
-    store
-        A store that all ranks share, under a prefix that nothing else uses.
-    names
-        The numbers by which errors name the ranks, by rank.
-    rank
-        This process's rank, an index into ``names``.
-    timeout
-        Seconds that connecting, and an exchange, may take.
-    address
-        Where this rank listens; None: where Gloo would.
-
-    Raises
-    ------
-    OSError, RuntimeError
-        When some rank does not connect within the timeout.
-    """
-
-    device = torch.device("cpu")
-    hides_aborts = False
-
-    def __init__(
-        self, store: Store, names: list[int], rank: int, timeout: float, address: str | None = None
-    ) -> None:
-        self.rank, self.size, self.timeout = rank, len(names), timeout
-        self._errors = PeerErrors(names, rank)
-        sockets = connect_all(store, address or gloo_address(), rank, self.size, timeout)
-        self._mesh = _cpu.Mesh(sockets)
-
-    def probe(self) -> None:
-        """See `Engine.probe`."""
-        for peer in self.lost():
-            raise self._errors.lost(peer)
-
-    def lost(self) -> list[int]:
-        """See `Engine.lost`."""
-        peers: list[int] = self._mesh.broken()
-        return peers
-
-    def abort(self) -> None:
-        """See `Engine.abort`."""
-        self._mesh.shut()
 
 
 class LostPeerError(CommunicationError):
@@ -215,6 +167,56 @@ class PeerErrors:
 
     def _name(self, peer: int | None) -> str:
         return "the others" if peer is None else f"rank {self.names[peer]}"
+
+
+class MeshEngine:
+    """What engines between processes have in common: a connection to each other rank.
+
+    The kernel closes a connection when the process at its other end ends.
+
+    Parameters
+    ----------
+    store
+        A store that all ranks share, under a prefix that nothing else uses.
+    names
+        The numbers by which errors name the ranks, by rank.
+    rank
+        This process's rank, an index into ``names``.
+    timeout
+        Seconds that connecting, and an exchange, may take.
+    address
+        Where this rank listens; None: where Gloo would.
+
+    Raises
+    ------
+    OSError, RuntimeError
+        When some rank does not connect within the timeout.
+    """
+
+    device = torch.device("cpu")
+    hides_aborts = False
+
+    def __init__(
+        self, store: Store, names: list[int], rank: int, timeout: float, address: str | None = None
+    ) -> None:
+        self.rank, self.size, self.timeout = rank, len(names), timeout
+        self._errors = PeerErrors(names, rank)
+        sockets = connect_all(store, address or gloo_address(), rank, self.size, timeout)
+        self._mesh = _cpu.Mesh(sockets)
+
+    def probe(self) -> None:
+        """See `Engine.probe`."""
+        for peer in self.lost():
+            raise self._errors.lost(peer)
+
+    def lost(self) -> list[int]:
+        """See `Engine.lost`."""
+        peers: list[int] = self._mesh.broken()
+        return peers
+
+    def abort(self) -> None:
+        """See `Engine.abort`."""
+        self._mesh.shut()
 
 
 @dataclass

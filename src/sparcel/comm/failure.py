@@ -61,11 +61,7 @@ class Failure:
     """The key that a failed communicator has in its store."""
 
     def __init__(
-        self,
-        store: Store,
-        size: int,
-        seconds: float = STORE_SECONDS,
-        pause: float = _POLL_SECONDS,
+        self, store: Store, size: int, seconds: float = STORE_SECONDS, pause: float = _POLL_SECONDS
     ) -> None:
         self._store, self._size, self._seconds, self._pause = store, size, seconds, pause
         self.cause: Cause | None = None

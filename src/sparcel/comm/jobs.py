@@ -212,8 +212,6 @@ class JobQueue:
         """
         if self.is_current():
             return job()
-        if self.ended:
-            raise CommunicationError(CLOSED)
         if not self._waiting and not self._turn.locked():  # acquiring a taken lock ignores Ctrl-C
             with self._turn:
                 if not self._waiting and not self.ended:

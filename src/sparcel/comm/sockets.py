@@ -2,6 +2,12 @@
 
 Connections are TCP. On Linux, ranks with one address use Unix sockets instead, which take the
 kernel less time for each byte, where these work.
+
+Two ranks prove to each other that they belong to one group. The rank that dials sends its number
+and a nonce. The rank that listens answers with a nonce of its own and a proof; the first rank then
+sends its proof. A proof is an HMAC, under the group's key, of the role, both ranks and both nonces.
+So the key itself never travels, a proof is of no use on another connection, and none can be sent
+back as an answer.
 """
 
 from __future__ import annotations
@@ -263,6 +269,8 @@ def _left(deadline: float) -> float:
 
 
 Greeting = Generator[None, None, int]
+"""Yields whenever it waits for bytes, so that the greetings of many connections can be awaited side
+by side, and returns the peer's rank."""
 
 KEY_BYTES = 32
 

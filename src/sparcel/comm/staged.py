@@ -11,15 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sparcel.comm.communicator import Communicator
-from sparcel.comm.engine import (
-    ALL_CONTROL,
-    Arrived,
-    Bounds,
-    Leaving,
-    Rows,
-    as_rows,
-    whole,
-)
+from sparcel.comm.engine import ALL_CONTROL, Arrived, Bounds, Leaving, Rows, as_rows, whole
 from sparcel.comm.jobs import Job, submit_beside
 from sparcel.device import GPUS, put, put_rows, read_all
 from sparcel.kernels import row_bytes

@@ -96,8 +96,8 @@ def run(
         )
     failures = Failures()
     with (
-        _Causing(faults, network) as causing,
         Workers(network, argv, None, ranks_per_node, mpi) as workers,
+        _Causing(faults, network) as causing,
     ):
         for event in workers.events():
             if isinstance(event, Line):

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 
 from sparcel.errors import InputError, SparcelError, optional
@@ -76,7 +77,11 @@ class EmulatedNetwork(AbstractContextManager["EmulatedNetwork"]):
             "socket": theirs.fileno(),
             "names": self._names,
             "prefix": _SUBNET.prefixlen,
-            "link": asdict(self.link),
+            "link": {
+                **asdict(self.link),
+                "queue_s": self.link.queue_s + 2 * self.link.delay_s,
+                "down_bits_per_s": self.link.down_bits_per_s or self.link.rate_bits_per_s,
+            },
         }
         user = ["--user", "--map-root-user"] if self._user_namespace else []
         unshare = ["unshare", *user, *_NEW, "--mount-proc", "--kill-child"]
@@ -165,8 +170,9 @@ def _require_tools() -> None:
     for tool in ("unshare", "nsenter"):
         if shutil.which(tool) is None:
             raise LabUnavailableError(f"{tool} is missing; on Debian, install util-linux")
-    with optional("an emulated network", "lab"):
-        import pyroute2  # noqa: F401  # the switch, another process, needs it
+    if find_spec("pyroute2") is None:  # it takes long to import, and the switch alone needs it
+        with optional("an emulated network", "lab"):
+            raise ModuleNotFoundError(name="pyroute2")
 
 
 _PORTS = range(20_000, 30_000)

@@ -28,6 +28,9 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
+from pyroute2 import IPRoute
+from pyroute2.netlink.exceptions import NetlinkError
+
 _CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000
 _MS_BIND = 4096
 _OWN = ("user", "mnt", "pid", "ipc")
@@ -96,18 +99,9 @@ def _own_files(names: dict[str, str]) -> None:
     hosts.unlink()
 
 
-def _longest_wait_s(link: dict[str, Any]) -> float:
-    """Return how long a packet may wait for a link: a round trip more than the link says."""
-    return float(link["queue_s"] + 2 * link["delay_s"])
-
-
-def _down_bits_per_s(link: dict[str, Any]) -> int:
-    return int(link["down_bits_per_s"] or link["rate_bits_per_s"])
-
-
 def _limit(ip: Any, index: int, rate: int, link: dict[str, Any], **place: str) -> None:
     """Limit the rate of packets that leave through an interface, by a token bucket."""
-    queue_bytes = int(rate / 8 * _longest_wait_s(link)) + _BURST_BYTES
+    queue_bytes = int(rate / 8 * link["queue_s"]) + _BURST_BYTES
     limit = min(queue_bytes, 2**32 - 1)
     ip.tc("add", "tbf", index, rate=rate / 8, burst=_BURST_BYTES, limit=limit, **place)
 
@@ -119,12 +113,10 @@ def _limit_port(ip: Any, index: int, link: dict[str, Any]) -> None:
         held = {"delay": 1e6 * link["delay_s"], "loss": 100 * link["loss"], "limit": _NETEM_PACKETS}
         ip.tc("add", "netem", index, handle="1:", **held)
         place = {"parent": "1:1"}
-    _limit(ip, index, _down_bits_per_s(link), link, **place)
+    _limit(ip, index, link["down_bits_per_s"], link, **place)
 
 
 def _configure_node(namespace: int, address: str, prefix: int, link: dict[str, Any]) -> None:
-    from pyroute2 import IPRoute
-
     with _inside(namespace), IPRoute() as ip:
         ip.link("set", index=ip.link_lookup(ifname="lo")[0], state="up")
         (index,) = ip.link_lookup(ifname="eth0")
@@ -155,7 +147,7 @@ class _Relay:
             self._ports[node] = port
         self._senders = {port: node for node, port in self._ports.items()}
         self._link = link
-        self._s_per_byte = 8 / _down_bits_per_s(link)
+        self._s_per_byte = 8 / link["down_bits_per_s"]
         self._nodes: dict[bytes, int] = {}  # by Ethernet address
         self._free = [0.0] * nodes  # when the link to a node has carried what waits for it
         self._waiting: list[tuple[float, int, bytes]] = []  # heap: when due, to which node, what
@@ -202,7 +194,7 @@ class _Relay:
         there = time.monotonic() + self._link["delay_s"]
         for node in self._ports if receiver is None else [receiver]:
             start = max(there, self._free[node])
-            if node != sender and start - there <= _longest_wait_s(self._link):
+            if node != sender and start - there <= self._link["queue_s"]:
                 self._free[node] = start + length * self._s_per_byte
                 heappush(self._waiting, (self._free[node], node, frame))
 
@@ -213,9 +205,6 @@ def _held_back(link: dict[str, Any]) -> bool:
 
 def _has_netem() -> bool:
     """Whether the kernel has netem: the loopback interface, which is not used here, tells."""
-    from pyroute2 import IPRoute
-    from pyroute2.netlink.exceptions import NetlinkError
-
     with IPRoute() as ip:
         try:
             ip.tc("add", "netem", ip.link_lookup(ifname="lo")[0])
@@ -236,7 +225,7 @@ def build(
     prefix
         Number of bits of an address that identify the network.
     link
-        The fields of :class:`sparcel.lab.Link`.
+        The fields of :class:`sparcel.lab.Link`, of which ``queue_s`` has a round trip's delay too.
     relayed
         Whether the ports are left to a `_Relay`, and no bridge joins them.
 
@@ -245,8 +234,6 @@ def build(
     list of (int, int)
         Descriptors of each node's network and UTS namespaces.
     """
-    from pyroute2 import IPRoute
-
     _own_files(names)
     nodes = [_new_node(name) for name in names]
     with IPRoute() as ip:
@@ -268,8 +255,6 @@ def build(
 
 def _cut(node: int) -> None:
     """Remove a node's port from the switch, so that packets vanish and neither side is told."""
-    from pyroute2 import IPRoute
-
     with IPRoute() as ip:
         ip.link("set", index=ip.link_lookup(ifname=f"port{node}")[0], master=0)
 
@@ -287,21 +272,21 @@ def _kill(namespace: int) -> None:
                     found = True
 
 
-def _next_request(parent: socket.socket, relay: _Relay | None) -> bytes:
-    if relay:
-        relay.work_until(parent)
-    return parent.recv(64)
-
-
 def _serve(parent: socket.socket, nodes: list[tuple[int, int]], relay: _Relay | None) -> None:
     """Serve the parent's requests, such as ``cut 2``, until it closes the socket or dies."""
-    cut = relay.cut if relay else _cut
-    while request := _next_request(parent, relay):
-        what, node = request.decode().split()
-        if what == "cut":
-            cut(int(node))
-        else:
+    while True:
+        if relay:
+            relay.work_until(parent)
+        request = parent.recv(64).decode()
+        if not request:
+            return
+        what, node = request.split()
+        if what == "kill":
             _kill(nodes[int(node)][0])
+        elif relay:
+            relay.cut(int(node))
+        else:
+            _cut(int(node))
         parent.sendall(b"done")
 
 

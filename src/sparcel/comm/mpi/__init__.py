@@ -27,11 +27,7 @@ from sparcel.comm.communicator import exchanging
 from sparcel.comm.connected import ConnectedCommunicator, Rendezvous, connecting
 from sparcel.comm.mpi.engine import MpiEngine, abandoned
 from sparcel.comm.mpi.shutdown import MpiFailure, exit_after_failure, watch_at_exit
-from sparcel.comm.sockets import (
-    LOOPBACK,
-    address_of_interface,
-    address_towards,
-)
+from sparcel.comm.sockets import LOOPBACK, address_of_interface, address_towards
 from sparcel.errors import InputError
 
 _TIMEOUT_SECONDS = 300.0
@@ -131,14 +127,11 @@ class MpiRendezvous(Rendezvous):
     comms
         The first communicator and all that were split from it or from one another, in order of
         creation; all rendezvous of these communicators share the list.
-    hosts_store
-        Whether this process hosts the store.
     """
 
     comm: MPI.Intracomm
     address: str
     comms: list[MPI.Intracomm]
-    hosts_store: bool
 
     @classmethod
     def of(cls, comm: MPI.Intracomm, timeout: float) -> Self:
@@ -151,7 +144,7 @@ class MpiRendezvous(Rendezvous):
             own.Set_errhandler(MPI.ERRORS_RETURN)
             store = _store(own, timeout)
             address = address_of_interface() or address_towards(store.host)
-        return cls(store, members, comm.rank, timeout, own, address, [own], comm.rank == 0)
+        return cls(store, members, comm.rank, timeout, own, address, [own])
 
     def engine(self) -> MpiEngine:
         """See `Rendezvous.engine`."""
@@ -163,8 +156,7 @@ class MpiRendezvous(Rendezvous):
         # Closing the first communicator closes all others. So it frees all of them, and its end is
         # the one that the process with the store waits for.
         first = self.comm is self.comms[0]
-        comms = self.comms if first else [self.comm]
-        hosts_store = self.hosts_store and first
+        comms, hosts_store = self.comms if first else [self.comm], first and self.rank == 0
         return MpiFailure(self.store, len(self.members), comms, self.timeout, hosts_store)
 
     def subgroup(self, ranks: list[int], label: str) -> Self:

@@ -40,12 +40,7 @@ class MpiFailure(Failure):
     """
 
     def __init__(
-        self,
-        store: Store,
-        size: int,
-        comms: list[MPI.Intracomm],
-        timeout: float,
-        hosts_store: bool,
+        self, store: Store, size: int, comms: list[MPI.Intracomm], timeout: float, hosts_store: bool
     ) -> None:
         super().__init__(store, size)
         self._comms, self._timeout, self._hosts_store = comms, timeout, hosts_store

@@ -180,13 +180,8 @@ class SimulatedCommunicator(Communicator):
     @exchanging
     def exchange_parts(self, sends: Leaving, receives: Bounds, control: int) -> Arrived:
         """See `Communicator.exchange_parts`; parts are neither copied nor joined."""
-        cluster, group, members, call = (
-            self.cluster,
-            self._group,
-            self.members,
-            self.calls.fingerprint,
-        )
-        me = members[self.rank]
+        cluster, group, members = self.cluster, self._group, self.members
+        me, call = members[self.rank], self.calls.fingerprint
         cluster.check()
         cluster.end_work(me)
         sent = [

@@ -109,14 +109,6 @@ class Trace:
         return np.stack(counts)
 
 
-@dataclass
-class _Port:
-    """The times at which a port is free again, in seconds."""
-
-    send_free: float = 0.0
-    receive_free: float = 0.0
-
-
 def seconds_of(trace: Trace, network: Network) -> float:
     """Return the time at which the slowest rank is done and the last message has left.
 
@@ -134,7 +126,9 @@ class _Replay:
         ranks = range(len(trace.events))
         self.trace, self.network = trace, network
         self.node = [rank // network.ranks_per_node for rank in ranks]
-        self.ports = ([_Port() for _ in ranks], [_Port() for _ in range(self.node[-1] + 1)])
+        # When the ports of ranks, and those of nodes, can send and receive again.
+        ports = len(ranks), self.node[-1] + 1
+        self.send_free, self.receive_free = ([[0.0] * n for n in ports] for _ in range(2))
         self.now = [0.0 for _ in ranks]
         self.place = [0 for _ in ranks]
         self.sent_from = array("d", [-1.0]) * len(trace.nbytes)  # negative: not sent yet
@@ -152,7 +146,7 @@ class _Replay:
             self.place[rank] += 1
             self.now[rank] = self._receive(message, time) if waits else self._send(message, time)
             self._plan(rank)
-        return max(*self.now, *(port.send_free for ports in self.ports for port in ports))
+        return max(*self.now, *self.send_free[0], *self.send_free[1])
 
     def _plan(self, rank: int) -> None:
         """Add the rank's work, and queue its turn for when its next event can happen."""
@@ -171,10 +165,10 @@ class _Replay:
     def _send(self, message: int, time: float) -> float:
         """Send the message, queue its waiting receiver, and return the sender's clock."""
         source, destination, duration, outside = self._route(message)
-        port = self.ports[outside][self.node[source] if outside else source]
-        begin = max(time, port.send_free)
-        port.send_free = begin + duration
-        self.sent_from[message], self.sent_until[message] = begin, port.send_free
+        free, port = self.send_free[outside], self.node[source] if outside else source
+        begin = max(time, free[port])
+        free[port] = begin + duration
+        self.sent_from[message], self.sent_until[message] = begin, free[port]
         if message in self.waiting:
             earliest = max(self.waiting.pop(message), begin)
             heapq.heappush(self.turns, (earliest, destination))
@@ -183,10 +177,10 @@ class _Replay:
     def _receive(self, message: int, time: float) -> float:
         """Receive the message and return the receiver's clock."""
         _, destination, duration, outside = self._route(message)
-        port = self.ports[outside][self.node[destination] if outside else destination]
-        begin = max(self.sent_from[message], port.receive_free)
-        port.receive_free = max(self.sent_until[message], begin + duration)
-        return max(time, port.receive_free)
+        free, port = self.receive_free[outside], self.node[destination] if outside else destination
+        begin = max(self.sent_from[message], free[port])
+        free[port] = max(self.sent_until[message], begin + duration)
+        return max(time, free[port])
 
     def _route(self, message: int) -> tuple[int, int, float, bool]:
         """Return source, destination, seconds at a port, and whether the nodes differ."""
