@@ -58,7 +58,7 @@ def train(comm: Communicator, scheme: Scheme, steps: Sequence[Layout], gap: int)
                 left[piece.name] += 0.5 * velocity + gradient_of(piece.name, comm.rank, number)
                 part = gradient_of(piece.name, comm.rank, number)
                 gradient[piece.start : piece.stop] = part
-            vector = residuals.vector(pieces, gradient)
+            ((vector, _),) = residuals.vectors(pieces, gradient)
             begun = vector.scheme.begin(gradient, comm, Request(vector.layers), in_place=True)
             vector.scheme.commit(begun)
             for piece in pieces:

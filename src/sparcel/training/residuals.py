@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,32 +81,27 @@ class Residuals:
         """Return the dtype of the memory of a tensor."""
         return self._joined or wide_dtype(tensor.dtype)
 
-    def vectors(
-        self, pieces: tuple[Piece, ...], gradient: Tensor
-    ) -> Iterator[tuple[Vector, Tensor, bool]]:
-        """Yield the vectors in which to exchange the pieces of a gradient.
+    def vectors(self, pieces: tuple[Piece, ...], gradient: Tensor) -> list[tuple[Vector, Tensor]]:
+        """Return the vectors in which to exchange the pieces of a gradient, each with its tensor.
 
-        Each comes with its tensor, and with whether its pieces have moved to another layout. As a
-        rule this is one vector, whose tensor is ``gradient`` itself. But which coordinates are
+        As a rule this is one vector, whose tensor is ``gradient`` itself. But which coordinates are
         selected depends on a tensor's neighbours, and after a checkpoint a driver may begin with
-        others. The first steps therefore select from copies in the loaded layout; what they become
-        is copied to ``gradient`` when the iteration goes on. A layout of several vectors is not
-        used if one selection is made over all tensors.
+        others. The first steps therefore select from copies in the loaded layout. A layout of
+        several vectors is not used if one selection is made over all tensors.
         """
         others: list[tuple[tuple[Piece, ...], int]] = []
         if self.steps < self._layout_ends:
             others = rearranged(self._loaded_layout, pieces, gradient.numel())
-        if self._joined is not None and len(others) > 1:
-            others = []
-        if not others:
-            yield self.vector(pieces, gradient), gradient, False
+        if not others or (self._joined is not None and len(others) > 1):
+            return [(self._vector(pieces, gradient), gradient)]
+        found = []
         for moved, size in others:
             flat = gradient.new_zeros(size)
             copy_pieces(gradient, pieces, flat, moved)
-            yield self.vector(moved, flat), flat, True
-            copy_pieces(flat, moved, gradient, pieces)
+            found.append((self._vector(moved, flat), flat))
+        return found
 
-    def vector(self, pieces: tuple[Piece, ...], gradient: Tensor) -> Vector:
+    def _vector(self, pieces: tuple[Piece, ...], gradient: Tensor) -> Vector:
         """Return the vector with these pieces; if it is new, bring their memory along."""
         size = gradient.numel()
         vector, _ = self._vectors.get(pieces[0].name, (None, None))

@@ -22,7 +22,7 @@ from sparcel.schemes import Costs, Outcome, Request, Scheme, named
 from sparcel.side_stream import used_here
 from sparcel.stream import SparseStream
 from sparcel.training.ahead import Ahead
-from sparcel.training.layout import Arrangement, joined, zeros_in
+from sparcel.training.layout import Arrangement, copy_pieces, joined, zeros_in
 from sparcel.training.policy import Treatment
 from sparcel.training.ranks import Ranks
 from sparcel.training.residuals import Residuals
@@ -206,7 +206,8 @@ class Transaction:
         places = [vector[start:stop] for start, stop in arranged.apart]
         gradients = torch.cat(places) if places else None
         sent_whole, large, flush = False, arranged.large, session.residuals.flush
-        for served, flat, moved in session.residuals.vectors(large, vector) if large else ():
+        for served, flat in session.residuals.vectors(large, vector) if large else ():
+            moved = flat is not vector
             withheld = zeros_in(flat, served.pieces) if session.withhold_zeros else ()
             request = Request(
                 served.layers,
@@ -223,6 +224,8 @@ class Transaction:
             outcome = served.scheme.begin(flat, self._comm, request, in_place=True)
             self._schemes.append(served.scheme)
             self._outcomes.append(outcome)
+            if moved:
+                copy_pieces(flat, served.pieces, vector, large)
             sent_whole = outcome.sent_whole and not moved
         if gradients is not None and not sent_whole:
             self._small.append((arranged.names, places, gradients))
