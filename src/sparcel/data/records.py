@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from abc import ABC, abstractmethod
+from threading import Lock
 from weakref import finalize
 
 import numpy as np
@@ -67,6 +69,32 @@ class Records(ABC):
         while left:
             count = os.pwrite(self.descriptor, left, offset)
             left, offset = left[count:], offset + count
+
+
+class ProcessLock:
+    """Excludes other processes and threads; the system frees the lock of a killed process.
+
+    While it holds the lock, the process must not close another descriptor of the same file: that
+    would free the lock.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._threads, self._pid = Lock(), os.getpid()
+
+    def __enter__(self) -> None:
+        if self._pid != os.getpid():  # a thread of the parent may have held it in the fork
+            self._threads, self._pid = Lock(), os.getpid()
+        self._threads.acquire()
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
+        except BaseException:
+            self._threads.release()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
+        self._threads.release()
 
 
 def entry_of(offset: int, length: int) -> int:

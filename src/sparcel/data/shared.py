@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Lock
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -17,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sparcel.comm import Call, Communicator
-from sparcel.data.records import LARGEST, UNIT, Records, entry_of, range_of, up_to
+from sparcel.data.records import LARGEST, UNIT, ProcessLock, Records, entry_of, range_of, up_to
 from sparcel.errors import InputError, warn
 
 TOKEN, LENGTH, LIMIT, START, LOOKED_AT, SAID = range(6)
@@ -112,7 +110,7 @@ class Shared(Records):
         return _attached.setdefault(token, shared)
 
     def _map(self) -> None:
-        self.lock = _ProcessLock(self.descriptor)
+        self.lock = ProcessLock(self.descriptor)
         mapped = mmap.mmap(self.descriptor, self.first)
         self.words = memoryview(mapped).cast("Q")[:_WORDS]
         self.index = np.frombuffer(mapped, np.uint64, self.words[LENGTH], 8 * _WORDS)
@@ -252,32 +250,6 @@ class Shared(Records):
             said = self.words[SAID]
             self.words[SAID] = said | 1 << number
         return not said >> number & 1
-
-
-class _ProcessLock:
-    """Excludes other processes and threads; the system frees the lock of a killed process.
-
-    While it holds the lock, the process must not close another descriptor of the same file: that
-    would free the lock.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._threads, self._pid = Lock(), os.getpid()
-
-    def __enter__(self) -> None:
-        if self._pid != os.getpid():  # a thread of the parent may have held it in the fork
-            self._threads, self._pid = Lock(), os.getpid()
-        self._threads.acquire()
-        try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
-        except BaseException:
-            self._threads.release()
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
-        self._threads.release()
 
 
 _attached: WeakValueDictionary[int, Shared] = WeakValueDictionary()

@@ -52,6 +52,23 @@ def takes_steps(estimator: _Linear) -> bool:
     return True
 
 
+def _warn_of_poor_fit(trainer: Trainer, settings: Settings) -> None:
+    if trainer.is_worse_than_none:
+        message = (
+            "the model is worse than the mean of the targets: scale the columns, so that they are"
+            " of like size, lower eta0, or take solver='scd'"
+        )
+    elif trainer.still_falls:
+        other = ", or try another eta0 or solver='scd'" if settings.solver == "sgd" else ""
+        message = (
+            f"the loss was still falling after {settings.epochs} epochs by more than"
+            f" tol={settings.tol} allows: take more epochs{other}"
+        )
+    else:
+        return
+    warnings.warn(message, ConvergenceWarning, stacklevel=4)
+
+
 def _documented(estimator: type[E]) -> type[E]:
     """Add what an estimator inherits to its docstring."""
     bases = (Parameters, _Linear, _Classifier)
@@ -156,21 +173,7 @@ class _Linear(Parameters, BaseEstimator):  # type: ignore[misc]
         else:
             trainer.train(epochs.append)
             trainer.forget_rows()
-            if trainer.is_worse_than_none:
-                warnings.warn(
-                    "the model is worse than the mean of the targets: scale the columns, so that"
-                    " they are of like size, lower eta0, or take solver='scd'",
-                    ConvergenceWarning,
-                    stacklevel=3,
-                )
-            elif trainer.still_falls:
-                other = ", or try another eta0 or solver='scd'" if settings.solver == "sgd" else ""
-                warnings.warn(
-                    f"the loss was still falling after {settings.epochs} epochs by more than"
-                    f" tol={settings.tol} allows: take more epochs{other}",
-                    ConvergenceWarning,
-                    stacklevel=3,
-                )
+            _warn_of_poor_fit(trainer, settings)
         self._keep(*trainer.fitted())
         self.epochs_, self.n_iter_ = epochs, trainer.epochs
         return self

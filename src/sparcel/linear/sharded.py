@@ -9,7 +9,6 @@ each column of its batch, however many ranks there are, and holds 1/P of the mod
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from typing import Any, TypeVar
@@ -27,41 +26,15 @@ from sparcel.linear.trainer import Stopwatch
 from sparcel.linear.weights import BY_COLUMN, Weights, WholeModel
 from sparcel.rows.rows import Array
 
-_TELL = Call.of("tell owners", {})
+T = TypeVar("T")
+
+_TELL, _READ = Call.of("tell owners", {}), Call.of("read", {})
 
 _BINS = 4096
 """Ranges of columns whose use is counted to find owners that have about equally much to do."""
 
 
-@dataclass(frozen=True)
-class RequestedColumns:
-    """Which of this owner's columns the batches of one rank have.
-
-    Attributes
-    ----------
-    columns
-        Batch after batch, increasing in each.
-    bounds
-        Where each batch's begin in ``columns``, and the end.
-    """
-
-    columns: Array
-    bounds: Sequence[int]
-
-    def numbered(self, columns: Array) -> RequestedColumns:
-        """Return the same with the places of these among ``columns``, which are sorted."""
-        return RequestedColumns(
-            np.searchsorted(columns, self.columns).astype(np.int32), self.bounds
-        )
-
-    def of(self, number: int | None) -> Array:
-        """Return the columns of a batch; none if there is no batch."""
-        if number is None:
-            return self.columns[:0]
-        return self.columns[self.bounds[number] : self.bounds[number + 1]]
-
-
-def owners(own: Sequence[Array], dimensions: int, comm: Communicator) -> list[int]:
+def _owners(own: Sequence[Array], dimensions: int, comm: Communicator) -> list[int]:
     """Return where each owner's columns begin, and the end: about equally many uses for each."""
     edges = np.linspace(0, dimensions, min(_BINS, dimensions) + 1).astype(np.int64)
     uses = np.zeros(len(edges) - 1, np.int64)
@@ -72,9 +45,9 @@ def owners(own: Sequence[Array], dimensions: int, comm: Communicator) -> list[in
     return [0, *edges[1 + np.searchsorted(total, shares)].tolist(), dimensions]
 
 
-def tell_owners(
+def _tell_owners(
     own: Sequence[Array], cuts: Sequence[Sequence[int]], dimensions: int, comm: Communicator
-) -> list[RequestedColumns]:
+) -> list[tuple[Array, Array]]:
     """Tell each owner which of its columns each batch has; all ranks call.
 
     Parameters
@@ -87,7 +60,8 @@ def tell_owners(
     Returns
     -------
     list
-        What each rank asks of this owner.
+        By rank, which of this owner's columns its batches have, one batch after the other,
+        increasing in each, and where each batch's end.
     """
     pieces = [
         [columns[cut[owner] : cut[owner + 1]] for columns, cut in zip(own, cuts, strict=True)]
@@ -97,16 +71,13 @@ def tell_owners(
     batches = gathered(comm, len(own), "number of batches")
     none = np.zeros(0, column_dtype(dimensions))
 
-    def tell() -> list[RequestedColumns]:
+    def tell() -> list[tuple[Array, Array]]:
         told = exchanged(counts.reshape(-1), [len(own)] * comm.size, batches, comm)
         counts_of = np.split(told, np.cumsum(batches)[:-1])
         columns = np.concatenate([none, *chain.from_iterable(pieces)])
         leaving, arriving = ([int(one.sum()) for one in each] for each in (counts, counts_of))
         arrived = np.split(exchanged(columns, leaving, arriving, comm), np.cumsum(arriving)[:-1])
-        return [
-            RequestedColumns(part, [0, *accumulate(numbers.tolist())])
-            for part, numbers in zip(arrived, counts_of, strict=True)
-        ]
+        return list(zip(arrived, map(np.cumsum, counts_of), strict=True))
 
     return comm.call(_TELL, tell)
 
@@ -191,12 +162,6 @@ class RoundedEncoding:
         return [self._tail_bytes, *self._rounding.part_bytes(size, 4)]
 
 
-T = TypeVar("T")
-
-_READ = Call.of("read", {})
-"""What messages of a read say that they belong to."""
-
-
 class Sharded:
     """A rank's part of a model, and the exchange with the owners of the others.
 
@@ -232,16 +197,18 @@ class Sharded:
         self._dimensions, self._comm = dimensions, comm
         self.clock, self._exchanges = Stopwatch(), Stopwatch()
         own = [batch.columns[:-TAIL].numpy() for batch in batches]
-        starts = owners(own, dimensions, comm)
+        starts = _owners(own, dimensions, comm)
         # Where the columns of each owner begin in each batch.
         self._cuts = [np.searchsorted(columns, starts).tolist() for columns in own]
-        requested = tell_owners(own, self._cuts, dimensions, comm)
+        told = _tell_owners(own, self._cuts, dimensions, comm)
         self._cuts.append([0] * (comm.size + 1))  # of a rank without a batch
         # Columns of its own that no batch has are zero and stay zero: the owner does without them.
-        self._columns = np.unique(np.concatenate([np.unique(one.columns) for one in requested]))
-        self._requested: list[RequestedColumns] = []
-        while requested:  # what is numbered is not needed any more
-            self._requested.append(requested.pop(0).numbered(self._columns))
+        self._columns = np.unique(np.concatenate([np.unique(columns) for columns, _ in told]))
+        self._requested: list[list[Array]] = []  # by rank and batch, by their places among these
+        while told:  # what is numbered is not needed any more
+            columns, ends = told.pop(0)
+            numbers = np.searchsorted(self._columns, columns).astype(np.int32)
+            self._requested.append(np.split(numbers, ends))  # the last one is empty
         self.weights = empty.sized(len(self._columns))
         width, dtype = empty.width, empty.dtype
         self._encoding = RoundedEncoding(width, dtype, rounding) if rounding else ExactEncoding()
@@ -347,10 +314,10 @@ class Sharded:
         this owner that the ranks' batches have; and where each rank's begin among these, and the
         end.
         """
-        number = numbers[self._comm.rank]
-        parts = [requested.of(n) for requested, n in zip(self._requested, numbers, strict=True)]
+        places = [-1 if number is None else number for number in numbers]
+        parts = [own[place] for own, place in zip(self._requested, places, strict=True)]
         bounds = [0, *accumulate(map(len, parts))]
-        return self._cuts[-1 if number is None else number], np.concatenate(parts), bounds
+        return self._cuts[places[self._comm.rank]], np.concatenate(parts), bounds
 
     def _exchange(self, rows: Array, leaving: Sequence[int], arriving: Sequence[int]) -> Array:
         """Do what `exchanged` does, and count its time."""

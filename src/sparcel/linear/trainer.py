@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import hypot, sqrt
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -72,26 +72,17 @@ class Epoch:
     volume: int
 
 
-class Totals(NamedTuple):
-    """What the rows of all ranks have together.
-
-    Attributes
-    ----------
-    weight
-        The sum of their weights.
-    mean
-        Where an intercept begins: the mean target of a regression; 0 for classes.
-    spread
-        The root mean square distance of targets from there, above 0; 1 for classes.
-    """
-
-    weight: float
-    mean: float = 0.0
-    spread: float = 1.0
-
-
-def check_alike(examples: Examples, settings: Settings, comm: Communicator | None) -> Totals:
+def check_alike(
+    examples: Examples, settings: Settings, comm: Communicator | None
+) -> tuple[float, float, float]:
     """Return what the rows of all ranks have together; all ranks call.
+
+    Returns
+    -------
+    tuple
+        The sum of their weights; where an intercept begins, which is the mean target of a
+        regression, and 0 for classes; the root mean square distance of targets from there, above 0,
+        and 1 for classes.
 
     Raises
     ------
@@ -124,11 +115,11 @@ def check_alike(examples: Examples, settings: Settings, comm: Communicator | Non
             f"ranks must have the same settings, got {' and '.join(sorted(set(told)))}"
         )
     if settings.loss != "squared":
-        return Totals(float(sum(each)))
+        return float(sum(each)), 0.0, 1.0
     shares = np.array(each) / sum(each)
     mean = float(shares @ np.array(means)) if settings.fit_intercept else 0.0
     distances = [*np.sqrt(shares) * spreads, *np.sqrt(shares) * (np.array(means) - mean)]
-    return Totals(float(sum(each)), mean, hypot(*distances) or abs(mean) or 1.0)
+    return float(sum(each)), mean, hypot(*distances) or abs(mean) or 1.0
 
 
 def _moments(examples: Examples, weight: float) -> tuple[float, float]:
