@@ -31,7 +31,7 @@ from sparcel.comm import Communicator, Network
 from sparcel.formats import Expected
 from sparcel.ops import SUM
 from sparcel.schemes import Dense, Hierarchical, Request, Scheme, TopK
-from sparcel.schemes.plan import Step
+from sparcel.schemes.step import Step
 from sparcel.wire import Wire
 
 # With a second of latency and unlimited bandwidth, the seconds are the rounds.

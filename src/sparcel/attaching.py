@@ -155,19 +155,7 @@ def attach(
         check_updates(one, driver.parameters.values())
     if densities is not None:
         check_type(densities, Mapping, "densities")
-    if "scheme" in settings:
-        raise InputError(
-            "scheme is no argument of attach; pass it after the model, without a name:"
-            ' attach(model, "topk")'
-        )
-    for name in settings:
-        checked_name(name, [*_OWN_SETTINGS, *Settings.__annotations__], "an argument of attach")
-    for kind, argument in _BY_NAME.items():
-        if isinstance(scheme_or_name, kind):
-            raise InputError(
-                f"the argument after the model is a scheme, got {type(scheme_or_name).__name__};"
-                f" give that by name: attach(model, {argument}=...)"
-            )
+    _check_scheme(scheme_or_name, settings)
     chosen = chosen_scheme(scheme_or_name, settings, any(map(is_muon, optimizers)))
     averager = Averager(
         driver.tensors,
@@ -184,23 +172,50 @@ def attach(
         withhold_zeros=driver.withhold_zeros,
         shard=driver.shard,
     )
-    handle = averager.handle
-    momentum = chosen.momentum
-    sparse = {name: driver.parameters[name] for name in handle.sparse}
     try:  # a warning may be made an error
-        warn_if_alone(averager.comm.size, handle.sparse)
-        if momentum and sparse:
-            check_momentum(optimizers, momentum, sparse)
-        if ahead and handle.eligible:
-            moving = driver.move_ahead(averager, handle.eligible)
-            averager.on_close(moving.end)
-            for one in optimizers:
-                moving.follow(one)
-        driver.start(averager)
+        _start(driver, averager, optimizers, chosen.momentum, ahead)
     except Exception:
-        handle.close()
+        averager.handle.close()
         raise
-    return handle
+    return averager.handle
+
+
+def _check_scheme(scheme_or_name: object, settings: Settings) -> None:
+    """Raise `InputError` if `attach` was given something else as its scheme, or as a setting."""
+    if "scheme" in settings:
+        raise InputError(
+            "scheme is no argument of attach; pass it after the model, without a name:"
+            ' attach(model, "topk")'
+        )
+    for name in settings:
+        checked_name(name, [*_OWN_SETTINGS, *Settings.__annotations__], "an argument of attach")
+    for kind, argument in _BY_NAME.items():
+        if isinstance(scheme_or_name, kind):
+            raise InputError(
+                f"the argument after the model is a scheme, got {type(scheme_or_name).__name__};"
+                f" give that by name: attach(model, {argument}=...)"
+            )
+
+
+def _start(
+    driver: Driver,
+    averager: Averager,
+    optimizers: Sequence[torch.optim.Optimizer],
+    momentum: float,
+    ahead: bool,
+) -> None:
+    """Give warnings, let parameters be moved ahead, and begin to take gradients."""
+    handle = averager.handle
+    sparse = {name: driver.parameters[name] for name in handle.sparse}
+    warn_if_alone(averager.comm.size, handle.sparse)
+    if momentum and sparse:
+        check_momentum(optimizers, momentum, sparse)
+    if ahead and handle.eligible:
+        moving = driver.move_ahead(averager, handle.eligible)
+        averager.on_close(moving.end)
+        for one in optimizers:
+            moving.follow(one)
+    driver.start(averager)
 
 
 _BY_NAME: Mapping[type, str] = {

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,30 @@ class Share:
     def most(self) -> int:
         """The most entries that the selector can take."""
         return self.selector.most(self.k, self.stop - self.start)
+
+
+class Entering(NamedTuple):
+    """What enters a memory in a step.
+
+    Attributes
+    ----------
+    gradient
+        ``[size]``, any float dtype; the same size at every step.
+    ranks
+        How many ranks there are.
+    withheld
+        Ranges of which nothing is taken, and where the gradient is zero.
+    clear
+        Whether the gradient is set to zero as it is read.
+    scale
+        What the gradient was multiplied by, and is divided by as it enters.
+    """
+
+    gradient: Tensor
+    ranks: int
+    withheld: Sequence[Range] = ()
+    clear: bool = False
+    scale: float = 1.0
 
 
 class Memory:
@@ -74,32 +98,15 @@ class Memory:
         self._partial: Tensor | None = None
         self._withheld: Sequence[Range] = ()
 
-    def select(
-        self,
-        gradient: Tensor,
-        shares: Sequence[Share],
-        step: int,
-        ranks: int,
-        withheld: Sequence[Range] = (),
-        clear: bool = False,
-        scale: float = 1.0,
-    ) -> SparseStream:
+    def select(self, entering: Entering, shares: Sequence[Share], step: int) -> SparseStream:
         """Take the selectors' choice out of residual + gradient, and leave the rest in scratch.
 
         Parameters
         ----------
-        gradient
-            ``[size]``, any float dtype; the same size at every step.
         shares
             What to take of which coordinates; together they cover all.
-        step, ranks
-            How many steps have committed; how many ranks there are.
-        withheld
-            Ranges of which nothing is taken, and where the gradient is zero.
-        clear
-            Whether the gradient is set to zero as it is read.
-        scale
-            What the gradient was multiplied by, and is divided by as it enters.
+        step
+            How many steps have committed.
 
         Returns
         -------
@@ -111,28 +118,22 @@ class Memory:
         InputError
             When the gradient's size or device is not that of the step before.
         """
-        with self.entered(gradient, ranks, withheld, clear, scale) as addition:
+        with self.entered(entering) as addition:
             streams = [
                 share.selector.take(addition.part(share.start, share.stop), share.k, step)
                 for share in shares
             ]
-        return _joined(streams, shares, gradient.numel())
+        return _joined(streams, shares, entering.gradient.numel())
 
-    def accumulate(
-        self,
-        gradient: Tensor,
-        ranks: int,
-        withheld: Sequence[Range] = (),
-        clear: bool = False,
-        scale: float = 1.0,
-    ) -> SparseStream:
+    def accumulate(self, entering: Entering) -> SparseStream:
         """Leave all of residual + gradient in scratch, and return it as a dense stream.
 
         The stream shares the scratch's storage. The caller takes out what is sent of it.
         """
-        with self.entered(gradient, ranks, withheld, clear, scale) as addition:
+        with self.entered(entering) as addition:
             *_, finite = kernels.accumulate_topk(addition, 0)
-        return SparseStream.unchecked(None, addition.scratch, gradient.numel(), finite)
+        scratch = addition.scratch
+        return SparseStream.unchecked(None, scratch, scratch.numel(), finite)
 
     @property
     def kept(self) -> Tensor:
@@ -206,19 +207,12 @@ class Memory:
                 " make one scheme for each vector"
             )
 
-    def entered(
-        self,
-        gradient: Tensor,
-        ranks: int,
-        withheld: Sequence[Range] = (),
-        clear: bool = False,
-        scale: float = 1.0,
-    ) -> AbstractContextManager[kernels.Addition]:
+    def entered(self, entering: Entering) -> AbstractContextManager[kernels.Addition]:
         """Return a block that gets the addition of what enters to the residual.
 
-        Parameters are those of `select`. Withheld ranges are zero in the block. Whoever adds up
-        leaves in scratch what is kept back.
+        Withheld ranges are zero in the block. Whoever adds up leaves in scratch what is kept back.
         """
+        gradient, withheld = entering.gradient, entering.withheld
         self.check(gradient)
         before = self.residual
         if before is None:
@@ -226,33 +220,29 @@ class Memory:
         self._before, self._withheld = before, withheld
         self._scratch = _like(before, self._scratch)
         self._entering = _like(before, self._entering) if self.momentum else None
-        if withheld:
-            return self._without(withheld, gradient, ranks, clear, scale)
-        return nullcontext(self._addition(gradient, ranks, clear, scale))
+        return self._without(entering) if withheld else nullcontext(self._addition(entering))
 
     @contextmanager
-    def _without(self, withheld: Sequence[Range], *entering: Any) -> Iterator[kernels.Addition]:
+    def _without(self, entering: Entering) -> Iterator[kernels.Addition]:
         """Do what `entered` does where ranges are withheld."""
         with ExitStack() as ranges:
             for part in (self._before, self.velocity):
                 if part is not None:
-                    ranges.enter_context(emptied(part, withheld))
-            yield self._addition(*entering)
+                    ranges.enter_context(emptied(part, entering.withheld))
+            yield self._addition(entering)
 
-    def _addition(
-        self, gradient: Tensor, ranks: int, clear: bool, scale: float
-    ) -> kernels.Addition:
+    def _addition(self, one: Entering) -> kernels.Addition:
         before, scratch = self._before, self._scratch
         assert before is not None and scratch is not None, "entered has made them"
         return kernels.Addition(
             before if self.filter == 1 else self._filtered(before),
-            gradient,
+            one.gradient,
             scratch,
-            scale=1 / scale if self.clip is None else self._factor(gradient, ranks, scale),
+            scale=1 / one.scale if self.clip is None else self._factor(self.clip, one),
             momentum=self.momentum,
             velocity=self.velocity,
             entering=self._entering,
-            clear=clear,
+            clear=one.clear,
         )
 
     def _filtered(self, residual: Tensor) -> Tensor:
@@ -260,14 +250,13 @@ class Memory:
         self._partial = _like(residual, self._partial)
         return torch.mul(residual, self.filter, out=self._partial)
 
-    def _factor(self, gradient: Tensor, ranks: int, scale: float) -> float:
+    def _factor(self, clip: float, one: Entering) -> float:
         """Return the factor that undoes the gradient's scale and clips it."""
-        assert self.clip is not None, "only clipping asks"
-        norm = kernels.norm(gradient) / scale
+        norm = kernels.norm(one.gradient) / one.scale
         if math.isinf(norm):  # no factor scales it down, so the step is void
             return math.nan
-        limit = self.clip * math.sqrt(ranks)
-        return (limit / norm if norm > limit else 1.0) / scale
+        limit = clip * math.sqrt(one.ranks)
+        return (limit / norm if norm > limit else 1.0) / one.scale
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -9,7 +9,7 @@ import sparcel
 from sparcel import simulate
 from sparcel.collectives.oktopk import topk_by_regions
 from sparcel.schemes import Auto, GTopK, Hierarchical, OkTopK, ScaleCom
-from sparcel.schemes._put_back import put_back
+from sparcel.schemes.topk import put_back
 
 
 class OkTopKByRegions(OkTopK):

@@ -15,7 +15,7 @@ import torch
 
 from sparcel.comm import ALL_CONTROL, Communicator
 from sparcel.schemes import Outcome, Scheme
-from sparcel.schemes.plan import Step
+from sparcel.schemes.step import Step
 from sparcel.stream import SparseStream
 from tests.evenly import even_averager
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -157,6 +157,8 @@ class LayerWise(ChecksStates):
     _group: Group = None
     _alike = False
     """Whether the ranks' norms were compared."""
+    _plain_two_steps: ClassVar[Callable[..., tuple[float, Tensor]]]
+    """Says how far two steps would go without trust ratios."""
 
     def __init__(
         self,
@@ -257,13 +259,6 @@ class LayerWise(ChecksStates):
     @abstractmethod
     def _move(self, batches: Sequence[Batch]) -> None:
         """Change the parameters."""
-
-    @staticmethod
-    @abstractmethod
-    def _plain_two_steps(
-        gradient: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], /
-    ) -> tuple[float, Tensor]:
-        """Say how far two steps would go without trust ratios."""
 
     @classmethod
     def two_steps(

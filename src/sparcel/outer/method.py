@@ -9,7 +9,7 @@ from sparcel._checks import check_type, checked_flag, checked_number, checked_wh
 from sparcel.errors import InputError, checked_name
 from sparcel.formats import FewBits, Format
 from sparcel.schemes import Bidirectional, Dense, Scheme
-from sparcel.schemes.papers.sparseloco import SparseLoCo
+from sparcel.schemes.presets import SparseLoCo
 from sparcel.selectors import Bucketed
 
 Divisor = Literal["all", "sent"]

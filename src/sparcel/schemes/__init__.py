@@ -1,10 +1,10 @@
-"""Schemes: one file a method, each short enough to read beside its paper."""
+"""Schemes: turn each rank's gradient into one update, the same on all ranks; made by name."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import NamedTuple, Unpack
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypedDict, Unpack
 
 from sparcel._checks import check_type
 from sparcel.errors import InputError, checked_name, warn_on_rank_0
@@ -12,21 +12,22 @@ from sparcel.formats import FewBits, Format
 from sparcel.schemes.auto import Auto
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.bidirectional import Bidirectional
-from sparcel.schemes.costs import Costs
+from sparcel.schemes.costs import Costs, Outcome
 from sparcel.schemes.dense import Dense
 from sparcel.schemes.density import checked_density, front_loaded, front_loaded_shares
-from sparcel.schemes.gtopk import GTopK
 from sparcel.schemes.hierarchical import Hierarchical
-from sparcel.schemes.oktopk import OkTopK
-from sparcel.schemes.outcome import Outcome
-from sparcel.schemes.papers.sparcml import SparCML
-from sparcel.schemes.plan import named
-from sparcel.schemes.presets import dgc, hitopk, mstopk, torus2d
-from sparcel.schemes.request import Layer, Request
+from sparcel.schemes.presets import (
+    SparCML,
+    dgc,
+    hitopk,
+    mstopk,
+    torus2d,
+)
 from sparcel.schemes.scalecom import ScaleCom
-from sparcel.schemes.settings import Settings
 from sparcel.schemes.sparsifier import Sparsifier
-from sparcel.schemes.topk import TopK
+from sparcel.schemes.step import Layer, Request, named
+from sparcel.schemes.topk import GTopK, OkTopK, TopK
+from sparcel.selectors import Selector
 
 __all__ = [
     "DEFAULT",
@@ -59,6 +60,36 @@ __all__ = [
     "scheme",
     "suits_muon",
 ]
+
+
+class Settings(TypedDict, total=False):
+    """What `sparcel.scheme` and `sparcel.attach` take by name; each scheme takes some of them.
+
+    The schemes' own classes and functions describe them and hold their defaults.
+    """
+
+    algorithm: str
+    answer: str | Format | None
+    beta: float
+    beta_steps: int | None
+    beta_switch: str | None
+    bits: int | None
+    boundary_steps: int | None
+    candidates: Sequence[str]
+    clip: float | None
+    density: float
+    format: str | Format
+    momentum: float
+    put_back: str
+    ranks_per_node: int | None
+    returned: float | None
+    seed: int | None
+    selector: str | Selector
+    threshold: str
+    threshold_steps: int | None
+    warmup: Sequence[float]
+    warmup_steps: int | None
+    wire: str | None
 
 
 class Method(NamedTuple):

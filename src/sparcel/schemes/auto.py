@@ -16,14 +16,15 @@ from sparcel.errors import InputError, MismatchError, checked_name
 from sparcel.formats import Format
 from sparcel.memory import wide_dtype
 from sparcel.schemes.base import Scheme
+from sparcel.schemes.costs import Outcome
 from sparcel.schemes.dense import Dense
-from sparcel.schemes.gtopk import exchange_gtopk
-from sparcel.schemes.ledger import Ledger
-from sparcel.schemes.oktopk import exchange_oktopk
-from sparcel.schemes.outcome import Outcome
-from sparcel.schemes.plan import Plan, Span, Step
 from sparcel.schemes.selecting import Selecting
-from sparcel.schemes.topk import exchange_topk
+from sparcel.schemes.step import Ledger, Plan, Span, Step
+from sparcel.schemes.topk import (
+    exchange_gtopk,
+    exchange_oktopk,
+    exchange_topk,
+)
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
 from operator import attrgetter
@@ -14,16 +14,24 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel._checks import FLOAT_DTYPES, check_like, check_type, checked_flag
+from sparcel._checks import (
+    FLOAT_DTYPES,
+    all_finite,
+    check_like,
+    check_part,
+    check_type,
+    checked_filter,
+    checked_flag,
+    checked_whole,
+)
 from sparcel.comm import Call, Communicator, Group, resolve
 from sparcel.device import truth
 from sparcel.errors import InputError
 from sparcel.formats import Format
+from sparcel.memory import saturate, wide_dtype
 from sparcel.profiling import profiled
-from sparcel.schemes._state import STATE_HINT, check_memory, owed_in
-from sparcel.schemes.outcome import Outcome
-from sparcel.schemes.plan import Plan, Step, named
-from sparcel.schemes.request import Request
+from sparcel.schemes.costs import Outcome
+from sparcel.schemes.step import Plan, Request, Step, named
 from sparcel.selectors import Selector, selector
 from sparcel.stream import WRITTEN, SparseStream
 
@@ -132,7 +140,11 @@ class Scheme(ABC):
         if checked_flag(in_place, "in_place") and out is not None:
             raise InputError("in_place=True writes the update to the gradient; leave out out=")
         own = gradient.detach()
-        update = own if in_place else update_like(own, out)
+        if out is None:
+            update = own if in_place else torch.empty_like(own)
+        else:
+            check_like(out, own, tuple(own.shape))
+            update = out
         self._transact(own, ranks, request, own if own.is_set_to(update) else update)
         return gradient if in_place else update
 
@@ -332,16 +344,59 @@ class Scheme(ABC):
         """Compare the ranks' gradients, in a scheme whose exchange does not."""
 
 
-def update_like(gradient: Tensor, out: Tensor | None) -> Tensor:
-    """Return ``out``, checked, or a new tensor like ``gradient``."""
-    if out is None:
-        return torch.empty_like(gradient)
-    check_type(out, Tensor, "out")
-    check_like(out, gradient, tuple(gradient.shape))
-    return out
-
-
 @lru_cache
 def _settings_of(kind: type[Scheme]) -> Callable[[Scheme], object]:
     """Return what tells the settings of schemes of this kind."""
     return attrgetter("__class__", *(one.name for one in fields(kind) if one.repr))
+
+
+STATE_HINT = "give what state_dict() of such a scheme returned"
+"""How an error about a state ends."""
+
+
+def check_memory(state: Mapping[str, Any], scheme: str, remembers: Sequence[str]) -> None:
+    """Raise `InputError` unless a scheme can go on from the steps, memory and velocity of a state.
+
+    ``remembers`` are the names of what the scheme keeps.
+    """
+    checked_filter(state.get("beta", 1.0), "the state's 'beta'", STATE_HINT)
+    for key in ("steps", "memory"):
+        if key not in state:
+            raise InputError(f"the state has no {key!r}; {STATE_HINT}")
+    checked_whole(state["steps"], "the state's 'steps'", at_least=0, hint=STATE_HINT)
+    sizes = {}
+    for key in ("memory", "velocity"):
+        if state.get(key) is not None:
+            _check_part(state[key], f"the state's {key!r}")
+            sizes[key] = state[key].numel()
+    if sizes and not remembers:
+        raise InputError(
+            f"the state has a {next(iter(sizes))!r}, which {scheme} would drop; load it for a"
+            " scheme with memory, or into an Averager, which pays what is owed"
+        )
+    if sizes.get("velocity", sizes.get("memory")) != sizes.get("memory"):
+        raise InputError(
+            f"the state's 'velocity' must be as long as its memory, got {sizes}; {STATE_HINT}"
+        )
+
+
+def owed_in(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state whose memory is what is owed; in 0.1.0 it was that times ScaleCom's β."""
+    beta, memory = float(state.get("beta", 1.0)), state.get("memory")
+    if memory is None or beta == 1:
+        return state
+    rest = {name: part for name, part in state.items() if name != "beta"}
+    return {**rest, "memory": saturate(memory / beta)}
+
+
+def _check_part(part: object, name: str) -> None:
+    """Raise `InputError` unless ``part`` can be the memory or the velocity of a vector."""
+    check_part(part, name, None, STATE_HINT)
+    assert isinstance(part, Tensor)
+    if part.dtype != wide_dtype(part.dtype):
+        raise InputError(f"{name} must be float32 or float64, got {part.dtype}; {STATE_HINT}")
+    if not all_finite(part):
+        raise InputError(
+            f"{name} must be finite, got NaN or Inf, which would stay in the memory; load a state"
+            " that was saved before"
+        )

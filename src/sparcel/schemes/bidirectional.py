@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from sparcel._checks import checked_number
 from sparcel.formats import Format, format_named
 from sparcel.regions import RETURNED
-from sparcel.schemes.plan import Span
 from sparcel.schemes.sparsifier import Sparsifier, Travelling, sends_all
+from sparcel.schemes.step import Span
 
 
 @dataclass(eq=False)

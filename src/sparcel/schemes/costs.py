@@ -1,19 +1,69 @@
-"""What steps cost a rank: counted, timed, and named in profiles."""
+"""What comes of steps: averages, and what they cost a rank, counted, timed, named in profiles."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
 from operator import add, attrgetter
 from time import perf_counter
-from typing import Any
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from sparcel import device
+from sparcel import device, kernels
+from sparcel.device import Number, finite_flag
 from sparcel.profiling import profiled
-from sparcel.schemes.outcome import Outcome
+from sparcel.stream import SparseStream
+
+
+class Outcome(NamedTuple):
+    """A step that has not taken effect; `Scheme.commit` makes it.
+
+    On a GPU, flags and counts may be tensors there until `Costs.settle` has read them.
+
+    Attributes
+    ----------
+    average
+        The average over the ranks, in the gradient's dtype, the same on all ranks. A dense one is
+        in the ``out`` that `Scheme.reduce` got; `sparcel.stream.WRITTEN` once any is.
+    finite
+        Whether the vectors of all ranks, and their average, are finite. If not, the average is
+        meaningless, and the step is void, on all ranks alike.
+    sent, entries, magnitudes, coordinates, asked
+        What the step adds to ``selected``, ``reduced``, ``magnitude``, ``coordinates`` and
+        ``asked`` of `Costs`; the sum of the magnitudes.
+    sent_whole
+        Whether the gradient was sent as it is, with what `Request.apart` names.
+    """
+
+    average: SparseStream
+    finite: bool | Tensor
+    sent: Number
+    entries: Number
+    magnitudes: tuple[Number, ...]
+    coordinates: int
+    asked: int
+    sent_whole: bool = False
+
+
+def averaged(
+    total: SparseStream, divisor: float, dtype: torch.dtype, out: Tensor | None = None
+) -> SparseStream:
+    """Return the average in ``dtype``; a dense one is in ``out``, if given.
+
+    All ranks find the same, because the total is the same on all of them.
+    """
+    with profiled("update"):
+        if total.indices is None and out is not None:
+            values = kernels.average(total.values, divisor, out)
+        elif divisor == 1:
+            values = total.values.to(dtype)
+        else:
+            values = kernels.average(total.values, divisor).to(dtype)
+        finite = total.finite & finite_flag(values)
+        return SparseStream.unchecked(total.indices, values, total.size, finite)
 
 
 @dataclass
@@ -128,30 +178,18 @@ class Costs:
 
     def selecting(self) -> AbstractContextManager[None]:
         """Add the time of the block to ``select_seconds``; profiles show it as a range."""
-        return _Block(self, "select_seconds", "select")
+        return self._timed("select_seconds", "select")
 
     def communicating(self) -> AbstractContextManager[None]:
         """Add the time of the block to ``communicate_seconds``; profiles show it as a range."""
-        return _Block(self, "communicate_seconds", "exchange")
+        return self._timed("communicate_seconds", "exchange")
+
+    @contextmanager
+    def _timed(self, seconds: str, name: str) -> Iterator[None]:
+        start = perf_counter()
+        with profiled(name):
+            yield
+        setattr(self, seconds, getattr(self, seconds) + perf_counter() - start)
 
 
 _all = attrgetter(*(field.name for field in fields(Costs)))
-
-
-class _Block(AbstractContextManager[None]):
-    """A block whose time is added to one of the costs, unless it raises."""
-
-    __slots__ = ("_costs", "_profiled", "_start", "_time")
-
-    def __init__(self, costs: Costs, time: str, name: str) -> None:
-        self._costs, self._time, self._profiled = costs, time, profiled(name)
-
-    def __enter__(self) -> None:
-        self._start = perf_counter()
-        self._profiled.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._profiled.__exit__(*error)
-        if error[0] is None:
-            spent = perf_counter() - self._start
-            setattr(self._costs, self._time, getattr(self._costs, self._time) + spent)

@@ -13,8 +13,8 @@ from sparcel.comm import Communicator
 from sparcel.device import finite_flag
 from sparcel.errors import checked_name
 from sparcel.schemes.base import Scheme
-from sparcel.schemes.outcome import Outcome
-from sparcel.schemes.plan import Step
+from sparcel.schemes.costs import Outcome
+from sparcel.schemes.step import Step
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 

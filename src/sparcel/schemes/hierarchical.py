@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,10 +18,9 @@ from sparcel.errors import InputError
 from sparcel.formats import Expected
 from sparcel.memory import emptied, wide_dtype
 from sparcel.schemes.base import Scheme
+from sparcel.schemes.costs import Outcome, averaged
 from sparcel.schemes.dense import wired_dtype
-from sparcel.schemes.outcome import Outcome, averaged
-from sparcel.schemes.plan import Step
-from sparcel.schemes.request import Request
+from sparcel.schemes.step import Request, Step
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
@@ -204,23 +203,22 @@ class Hierarchical(Scheme):
     def _of_shard(self, request: Request, shard: Tensor, comm: Communicator) -> Request:
         """Return the part of a request that concerns the shard of this rank."""
         first, last = self._shard
-        layers = [
-            (max(lo, first) - first, min(hi, last) - first, density)
-            for lo, hi, density in request.layers
-        ]
-        ranges, apart = (
-            [(max(lo, first) - first, min(hi, last) - first) for lo, hi in several]
-            for several in (request.withheld, request.apart)
-        )
-        return Request(
-            layers=[layer for layer in layers if layer[0] < layer[1]],
+
+        def inside(ranges: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+            return [
+                (max(lo, first) - first, min(hi, last) - first, *rest)
+                for lo, hi, *rest in ranges
+                if max(lo, first) < min(hi, last)
+            ]
+
+        return replace(
+            request,
+            layers=inside(request.layers),
             # Where this rank's gradient is zero, that of another rank of the node may not be.
-            withheld=[(lo, hi) for lo, hi in ranges if lo < hi and not shard[lo:hi].any()],
-            apart=[(lo, hi) for lo, hi in apart if lo < hi],
+            withheld=[(lo, hi) for lo, hi in inside(request.withheld) if not shard[lo:hi].any()],
+            apart=inside(request.apart),
             ranks=request.divisor(comm),
-            scale=request.scale,
-            front_loaded=request.front_loaded,
-            costs=request.costs,
+            tensors=(),  # the vector's call names them
         )
 
 

@@ -12,9 +12,8 @@ from sparcel.collectives.doubling import halving_doubling
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, checked_name
 from sparcel.formats import Expected
-from sparcel.schemes.ledger import Ledger
-from sparcel.schemes.plan import Step
 from sparcel.schemes.selecting import Selecting
+from sparcel.schemes.step import Ledger, Step
 from sparcel.selectors import Selector
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
@@ -93,15 +92,16 @@ class ScaleCom(Selecting):
         """Select, on the leader; the others learn in the exchange what to take."""
         if step.comm.rank == self._leader(step.comm):
             return super()._take(step)
-        clear, request = step.out is step.gradient, step.request
-        return self._memory.accumulate(
-            step.gradient, step.plan.ranks, request.withheld, clear, request.scale
-        ).empty_like()
+        entering = step.entering(clear=step.out is step.gradient)
+        return self._memory.accumulate(entering).empty_like()
 
     def _exchange(self, ledger: Ledger, wire: Wire) -> SparseStream:
-        own, leader = ledger.sent, self._leader(wire)
-        indices = _indices_of(own) if wire.rank == leader else None
-        chosen = broadcast(indices, wire.exact, leader, _expected_indices(own, ledger.most))
+        own, leader, indices = ledger.sent, self._leader(wire), None
+        if wire.rank == leader:  # they travel without values, as rows of width 0
+            rows = own.values.new_empty(own.nnz, 0)
+            indices = SparseStream.unchecked(own.indices, rows, own.size, own.finite)
+        expected = Expected(own.size, own.dtype, 0, ledger.most, stays_sparse=True)
+        chosen = broadcast(indices, wire.exact, leader, expected)
         if not chosen.finite:
             return own.void_like()
         assert chosen.indices is not None, "the leader selects"
@@ -118,14 +118,3 @@ class ScaleCom(Selecting):
 
     def _leader(self, ranks: Communicator | Wire) -> int:
         return self.steps % ranks.size
-
-
-def _indices_of(stream: SparseStream) -> SparseStream:
-    """Return the indices without values, as a stream of rows of width 0."""
-    rows = stream.values.new_empty(stream.nnz, 0)
-    return SparseStream.unchecked(stream.indices, rows, stream.size, stream.finite)
-
-
-def _expected_indices(like: SparseStream, most: int) -> Expected:
-    """Return the bound for a message of at most ``most`` indices from the leader."""
-    return Expected(like.size, like.dtype, 0, most, stays_sparse=True)

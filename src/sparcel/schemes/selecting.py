@@ -9,11 +9,10 @@ from typing import Any, Self
 
 from sparcel._checks import check_type
 from sparcel.memory import Share
-from sparcel.schemes._state import STATE_HINT
-from sparcel.schemes.ledger import Ledger
-from sparcel.schemes.outcome import Outcome, averaged
-from sparcel.schemes.plan import Plan, Span, Step
+from sparcel.schemes.base import STATE_HINT
+from sparcel.schemes.costs import Outcome, averaged
 from sparcel.schemes.sparsifier import Sparsifier, sends_all
+from sparcel.schemes.step import Ledger, Plan, Span, Step
 from sparcel.selectors import Selector
 from sparcel.selectors import selector as make_selector
 from sparcel.stream import SparseStream
@@ -93,16 +92,8 @@ class Selecting(Sparsifier):
 
     def _take(self, step: Step) -> SparseStream:
         """Take this rank's selection out of memory + gradient; leave the rest in the scratch."""
-        request = step.request
-        return self._memory.select(
-            step.gradient,
-            self._shares,
-            self.steps,
-            step.plan.ranks,
-            request.withheld,
-            step.out is step.gradient,
-            request.scale,
-        )
+        entering = step.entering(clear=step.out is step.gradient)
+        return self._memory.select(entering, self._shares, self.steps)
 
     @abstractmethod
     def _exchange(self, ledger: Ledger, wire: Wire) -> SparseStream:

@@ -17,16 +17,14 @@ from sparcel.memory import Memory, emptied
 from sparcel.ops import SUM
 from sparcel.regions import Regions, Shares, exchange_regions, phase
 from sparcel.schemes.base import Scheme
+from sparcel.schemes.costs import Outcome, averaged
 from sparcel.schemes.density import (
     checked_density,
     checked_schedule,
     count_for,
     front_loaded,
 )
-from sparcel.schemes.ledger import magnitude_of
-from sparcel.schemes.outcome import Outcome, averaged
-from sparcel.schemes.plan import Plan, Span, Step
-from sparcel.schemes.request import Request
+from sparcel.schemes.step import Plan, Request, Span, Step, magnitude_of
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
@@ -110,7 +108,9 @@ class Sparsifier(Scheme):
             for density in [self._density_now(own, request)]
         )
         k = size if sends_all(spans) else sum([span.k for span in spans])
-        format, up, down = self.format_for(size, k, comm), None, None
+        format, up, down = self.format, None, None
+        if not isinstance(format, Format):  # "auto"
+            format = auto.fastest_format(size, k, comm.rates)
         asked, coordinates = k, request.count(size)
         facts: dict[str, object] = {}
         if phases := self._up_and_down(spans, format):
@@ -168,9 +168,7 @@ class Sparsifier(Scheme):
         """Send all of memory + gradient by the engine's own sum, as training without a scheme."""
         gradient, comm, request, plan, out = step
         with request.costs.selecting():
-            everything = self._memory.accumulate(
-                gradient, plan.ranks, request.withheld, scale=request.scale
-            )
+            everything = self._memory.accumulate(step.entering())
             leaving = magnitude_of(everything)
         with request.costs.communicating():
             total = auto.all_reduce(everything, self._wire(step), SUM, "dense", everything.size)
@@ -183,33 +181,18 @@ class Sparsifier(Scheme):
 
     def _by_regions(self, step: Step) -> Outcome:
         """Send shares of memory + gradient to the owners of regions, who return shares of sums."""
-        gradient, comm, request, plan, out = step
+        _, comm, request, plan, out = step
         assert plan.up is not None and plan.down is not None, "reduce asked"
-        entered = self._memory.entered(gradient, plan.ranks, request.withheld, scale=request.scale)
         divisor = plan.ranks / request.scale
-        with entered as addition, request.costs.communicating():
+        with self._memory.entered(step.entering()) as addition, request.costs.communicating():
             returned = exchange_regions(
                 addition, comm, self.steps, plan.up, plan.down, divisor, out
             )
-        return Outcome(
-            returned.average,
-            returned.finite,
-            returned.sent,
-            returned.entries,
-            returned.magnitudes,
-            plan.coordinates,
-            plan.asked,
-        )
+        return Outcome(*returned, plan.coordinates, plan.asked)
 
     def _wire(self, step: Step) -> Wire:
         """Return what carries the step's streams."""
         return Wire(step.comm, step.plan.format, self.steps)
-
-    def format_for(self, size: int, k: int, comm: Communicator) -> Format:
-        """Return the format in which ``k`` of ``size`` coordinates travel."""
-        if isinstance(self.format, Format):
-            return self.format
-        return auto.fastest_format(size, k, comm.rates)
 
     def _density_now(self, own: float | None, request: Request) -> float:
         """Return the density of a layer in this step; ``own`` is its own, if it has one."""
