@@ -35,8 +35,8 @@ def share_of(density: float, size: int) -> int:
     return next(count for count in range(near - 1, near + 2) if count / size >= density)
 
 
-def count(text: str) -> float:
-    """Read a positive number such as ``1000``, ``25.6M``, ``7B`` or ``16Mi``.
+def whole(text: str) -> int:
+    """Read a positive whole number such as ``1000``, ``25.6M``, ``7B`` or ``16Mi``.
 
     K, M, G (or B), T and P are powers of 1000; Ki, Mi and Gi are powers of 1024.
 
@@ -45,12 +45,13 @@ def count(text: str) -> float:
     InputError
         When the text is not such a number.
     """
-    return float(_count(text))
-
-
-def whole(text: str) -> int:
-    """Read a positive whole number, written as for `count`."""
-    number = _count(text)
+    expected = (
+        "a count is a positive number such as 1000, 25.6M or 16Mi, with an optional unit: K, M,"
+        " G (or B), T or P for powers of 1000, Ki, Mi or Gi for powers of 1024"
+    )
+    number = _read(text, _COUNTS, expected)
+    if not number:
+        raise InputError(f"{expected}; got {text!r}")
     if number.denominator != 1:
         raise InputError(f"this count must be a whole number, got {text!r} = {float(number)}")
     return number.numerator
@@ -104,17 +105,6 @@ def nbytes(text: str) -> int:
         When the text is not such a number.
     """
     return round(_read(text, _BYTES, "a size is a number of bytes with a unit, such as 4 GiB"))
-
-
-def _count(text: str) -> Fraction:
-    expected = (
-        "a count is a positive number such as 1000, 25.6M or 16Mi, with an optional unit: K, M,"
-        " G (or B), T or P for powers of 1000, Ki, Mi or Gi for powers of 1024"
-    )
-    number = _read(text, _COUNTS, expected)
-    if not number:
-        raise InputError(f"{expected}; got {text!r}")
-    return number
 
 
 def _read(text: str, units: Mapping[str, Scale], expected: str) -> Fraction:

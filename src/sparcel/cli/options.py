@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
+from typing import Any, TypeVar
 
 import typer
 
 from sparcel.errors import InputError
+
+T = TypeVar("T")
 
 
 def items(text: str) -> tuple[str, ...]:
@@ -77,3 +82,21 @@ def is_typed(context: typer.Context, name: str) -> bool:
 
 def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def takes_options(
+    options: type[T],
+) -> Callable[[Callable[[typer.Context, T], None]], Callable[..., None]]:
+    """Make a command of a function that takes its options as a dataclass, a field each."""
+
+    def decorate(function: Callable[[typer.Context, T], None]) -> Callable[..., None]:
+        @wraps(function)
+        def command(context: typer.Context, **given: Any) -> None:
+            function(context, options(**given))
+
+        context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        own = inspect.signature(options, eval_str=True).parameters.values()
+        command.__signature__ = inspect.Signature([context, *own])  # type: ignore[attr-defined]
+        return command
+
+    return decorate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
@@ -12,6 +12,14 @@ from sparcel.plan.planner import WORTH, Plan
 from sparcel.plan.recorded import BETWEEN, LIKE, POWERSGD, UNNAMED, Recorded
 from sparcel.plan.steps import BASELINE, MOST_WAITING, OUTER, PlannedStep
 from sparcel.schemes import RECOMMENDED, front_loaded
+
+
+def parts(plan: Plan) -> Iterator[str | Table]:
+    """Yield what to print of a plan, with empty lines between."""
+    yield from (assumptions(plan), "", table(plan), "", verdict(plan), "")
+    yield from (not_counted(plan), "", legend(plan))
+    if told := sources(plan):
+        yield from ("", told)
 
 
 def table(plan: Plan) -> Table:
