@@ -240,10 +240,6 @@ class _Arrived(NamedTuple):
     chunks: int
     facts: Tensor
 
-    def fell(self) -> Tensor:
-        """Return by how much the sum of magnitudes fell (float64)."""
-        return self.facts.view(torch.float64)[1]
-
     def flags(self) -> tuple[Tensor, Tensor]:
         """Return whether all is finite, and whether a message is bad."""
         flags = self.facts.view(torch.bool)  # the first of eight bytes, of 0 or 1
@@ -352,7 +348,7 @@ def add(x: Tensor, arrived: Tensor, up: Phase, rank: int) -> Added:
         BITS=up.bits, GROUP=up.group, TILE=_message.TILE, CHUNKS=_message.CHUNKS,
         SOURCES=triton.next_power_of_2(up.regions.ranks), num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    return Added(*came.flags(), came.fell())
+    return Added(*came.flags(), came.facts.view(torch.float64)[1])
 
 
 def deliver(returned: Tensor, down: Phase, divisor: float, out: Tensor) -> Delivered:

@@ -288,25 +288,27 @@ def without(
 
 
 @triton.jit(do_not_specialize=["size", "length", "steps"])
-def _keep(
-    indices, others, kept, counts, size, length, steps, FOUND: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Tell which indices are kept, and how many of a program's."""
-    program = tl.program_id(0).to(tl.int64)
-    place = program * BLOCK + tl.arange(0, BLOCK)
+def _keep(indices, others, kept, size, length, steps, FOUND: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = place < size
     index = tl.load(indices + place, mask=there, other=0)
     low = tl.zeros([BLOCK], dtype=tl.int64)
     other = lower_bound(others, low, low + length, index, steps)
     inside = there & (other < length)
     found = inside & (tl.load(others + other, mask=inside, other=0) == index)
-    passed = there & (found == FOUND)
-    tl.store(kept + place, passed.to(tl.int8), mask=there)
+    tl.store(kept + place, (found == FOUND).to(tl.int8), mask=there)
+
+
+@triton.jit(do_not_specialize=["size"])
+def _count_kept(kept, counts, size, BLOCK: tl.constexpr):
+    program = tl.program_id(0).to(tl.int64)
+    place = program * BLOCK + tl.arange(0, BLOCK)
+    passed = tl.load(kept + place, mask=place < size, other=0) != 0
     tl.store(counts + program, tl.sum(passed.to(tl.int32), axis=0))
 
 
 @triton.jit(do_not_specialize=["size"])
-def _list(kept, before, places, size, BLOCK: tl.constexpr):
+def _list_kept(kept, before, places, size, BLOCK: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     place = program * BLOCK + tl.arange(0, BLOCK)
     passed = tl.load(kept + place, mask=place < size, other=0) != 0
@@ -330,12 +332,14 @@ def _filtered(
         return indices.clone(), values.clone()
     kept = indices.new_empty(size, dtype=torch.int8)
     counts = indices.new_empty(programs, dtype=torch.int32)
+    places = indices.new_empty(size, dtype=index_dtype(size))
     launch(
-        _keep, programs, indices, others, kept, counts, size, length, length.bit_length(),
+        _keep, programs, indices, others, kept, size, length, length.bit_length(),
         FOUND=found, BLOCK=BLOCK,
     )  # fmt: skip
-    before, places = counts.cumsum(0), indices.new_empty(size, dtype=index_dtype(size))
-    launch(_list, programs, kept, before, places, size, BLOCK=BLOCK)
+    launch(_count_kept, programs, kept, counts, size, BLOCK=BLOCK)
+    before = counts.cumsum(0)
+    launch(_list_kept, programs, kept, before, places, size, BLOCK=BLOCK)
     places = places[: int(device.read(before[-1:])) if count is None else count]
     return indices.index_select(0, places), values.index_select(0, places)
 

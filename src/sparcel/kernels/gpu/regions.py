@@ -197,16 +197,20 @@ def _begin_collect(
 
 
 @triton.jit(do_not_specialize=["rank", "begins", "detail"])
-def _begin_add(
-    came, stride, finite, fault, parts, rank, size, ranks, block_bits, begins, detail,
-    BITS: tl.constexpr, GROUP: tl.constexpr,
+def _begin_reading(
+    came, stride, finite, fault, told, rank, size, ranks, block_bits, begins, detail,
+    OWN: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
+    """Say what is wrong with messages. Those about the ``OWN`` region will be added up."""
     bad, wrong = check(
-        came, stride, rank, size, ranks, block_bits, begins, detail, True, BITS, GROUP
+        came, stride, rank, size, ranks, block_bits, begins, detail, OWN, BITS, GROUP
     )  # fmt: skip
     tl.store(finite, bad == 0)
     tl.store(fault, wrong != 0)
-    _begin_parts(parts, 0.0)
+    if OWN:
+        _begin_parts(told, 0.0)
+    else:
+        tl.store(told, tl.cast(size, tl.int64))
 
 
 @triton.jit
@@ -252,19 +256,6 @@ def _collect(
             False, ADDS, TAKES, TILE, UP_BITS, UP_GROUP, BITS, GROUP, LOG_GROUP,
         )  # fmt: skip
     _add_up(parts, part)
-
-
-@triton.jit(do_not_specialize=["begins", "detail"])
-def _begin_deliver(
-    came, stride, entries, finite, fault, size, ranks, block_bits, begins, detail,
-    BITS: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    bad, wrong = check(
-        came, stride, 0, size, ranks, block_bits, begins, detail, False, BITS, GROUP
-    )  # fmt: skip
-    tl.store(entries, tl.cast(size, tl.int64))
-    tl.store(finite, bad == 0)
-    tl.store(fault, wrong != 0)
 
 
 @triton.jit
@@ -322,8 +313,8 @@ def _add_whole(x: Tensor, arrived: Tensor, up: Phase, rank: int) -> Added:
     tile, programs, parts = _tiles(up, x, rank)
     stride, layout = arrived.stride(0), layout_of(up)
     launch(
-        _begin_add, 1, arrived, stride, finite, fault, parts, rank, *layout, *kind_of(up),
-        **_coding(up),
+        _begin_reading, 1, arrived, stride, finite, fault, parts, rank, *layout, *kind_of(up),
+        OWN=True, **_coding(up),
     )  # fmt: skip
     launch(
         _collect, programs, x, arrived, stride, arrived, parts, rank, *layout,
@@ -366,8 +357,8 @@ def _deliver_whole(returned: Tensor, down: Phase, divisor: float, out: Tensor) -
     tile = min(down.regions.block, TILE)
     stride, layout, coding = returned.stride(0), layout_of(down), _coding(down)
     launch(
-        _begin_deliver, 1, returned, stride, entries, finite, fault, *layout, *kind_of(down),
-        **coding,
+        _begin_reading, 1, returned, stride, finite, fault, entries, 0, *layout, *kind_of(down),
+        OWN=False, **coding,
     )  # fmt: skip
     launch(
         _deliver, triton.cdiv(out.numel(), tile), returned, stride, divisor, out, finite, *layout,

@@ -19,7 +19,7 @@ from sparcel import device
 from sparcel.kernels.definitions.select import Addition, bracket_of, index_dtype
 from sparcel.kernels.definitions.select import magnitude_bits as magnitude_bits_of
 from sparcel.kernels.gpu._base import bits_of, bits_width, launch, lower_bound, magnitude_bits
-from sparcel.kernels.gpu._mark import emit, mark, mark_largest, sample, sum_of, vector_alone
+from sparcel.kernels.gpu._mark import Sum, emit, mark, mark_largest, sample, sum_of, vector_alone
 from sparcel.kernels.gpu._radix import (
     ABOVE,
     BINS,
@@ -68,13 +68,9 @@ class _Plan(NamedTuple):
 
 
 def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    plan, marks, alone = _Plan.of(k, x.numel()), None, vector_alone(x)
-    work = _work(x, plan)
-    if plan:
-        sample(alone, work, SAMPLES, plan.rank)
-        marks = mark(alone, work)
-    found, _ = _largest(x, k, work, plan, marks)
-    return found or _largest_of_all(x, k)
+    found, _ = _selected(vector_alone(x), k)
+    assert found is not None, "only of sums is it told whether they are finite"
+    return found
 
 
 def topk_chunked(x: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
@@ -89,24 +85,16 @@ def accumulate_topk(
     addition: Addition, k: int, chunk: int | None = None
 ) -> tuple[Tensor, Tensor, bool | Tensor]:
     scratch, sum = addition.scratch, sum_of(addition)
-    if chunk is not None and chunk < scratch.numel() and k:
-        work = _work(scratch)
-        mark(sum, work, marking=False)
-        indices, values, count = _largest_of_chunks(scratch, k, chunk, clear=True)
-        taken, fault = device.read(torch.cat([count, work[FAULT : FAULT + 1]])).tolist()
-        return indices[:taken], values[:taken], not fault
-    plan = _Plan.of(k, scratch.numel())
-    work = _work(scratch, plan)
-    if plan:
-        sample(sum, work, SAMPLES, plan.rank)
-    marks = mark(sum, work, marking=plan is not None)
-    nothing = scratch.new_empty(0, dtype=index_dtype(scratch.numel())), scratch[:0]
-    if k == 0:
-        return *nothing, work[FAULT] == 0
-    found, finite = _largest(scratch, k, work, plan, marks, clear=True)
-    if found is None and finite:
-        found = _largest_of_all(scratch, k, clear=True)
-    return *(found or nothing), finite
+    if k and (chunk is None or chunk >= scratch.numel()):
+        found, finite = _selected(sum, k, clear=True)
+        return *(found or _nothing(scratch)), finite
+    work = _work(scratch)
+    mark(sum, work, marking=False)
+    if k == 0 or chunk is None:
+        return *_nothing(scratch), work[FAULT] == 0
+    indices, values, count = _largest_of_chunks(scratch, k, chunk, clear=True)
+    taken, fault = device.read(torch.cat([count, work[FAULT : FAULT + 1]])).tolist()
+    return indices[:taken], values[:taken], not fault
 
 
 def threshold_select(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
@@ -157,8 +145,31 @@ def _work(x: Tensor, plan: _Plan | None = None) -> Tensor:
     return make(work_length(x), dtype=torch.int64)
 
 
+def _nothing(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the selection of no entry."""
+    return x.new_empty(0, dtype=index_dtype(x.numel())), x[:0]
+
+
+def _selected(sum: Sum, k: int, clear: bool = False) -> tuple[tuple[Tensor, Tensor] | None, bool]:
+    """Return the k largest, and whether the sum is finite; if not, the former mean nothing.
+
+    With ``clear`` they are set to 0 where the sum is.
+    """
+    x = sum.scratch
+    plan, marks = _Plan.of(k, x.numel()), None
+    work = _work(x, plan)
+    if plan:
+        sample(sum, work, SAMPLES, plan.rank)
+    if plan or sum.parts["ADDED"]:
+        marks = mark(sum, work, marking=plan is not None)
+    found, finite = _largest(x, k, work, plan, marks, clear)
+    if found is None and finite:  # without a threshold nothing misleads
+        found, _ = _largest(x, k, _work(x), None, None, clear)
+    return found, finite
+
+
 def _largest(
-    x: Tensor, k: int, work: Tensor, plan: _Plan | None, marks: Tensor | None, clear: bool = False
+    x: Tensor, k: int, work: Tensor, plan: _Plan | None, marks: Tensor | None, clear: bool
 ) -> tuple[tuple[Tensor, Tensor] | None, bool]:
     """Return the k largest of those that passed the threshold, or of all without a plan.
 
@@ -181,13 +192,6 @@ def _largest(
         return None, finite
     taken = selected[PASSED] + min(selected[TIED], selected[ROOM])
     return (indices[:taken], values[:taken]), finite
-
-
-def _largest_of_all(x: Tensor, k: int, clear: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the k largest of a vector without a sample, which may have misled."""
-    found, _ = _largest(x, k, _work(x), None, None, clear)
-    assert found is not None, "without a threshold nothing misleads"
-    return found
 
 
 @triton.jit(do_not_specialize=["size", "shift", "prefix", "field"])
