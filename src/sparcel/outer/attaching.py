@@ -102,15 +102,43 @@ def attach(
         For a schedule-free optimiser, whose own parameters are not shared.
     """
     chosen = chosen_method(method)
+    checked_name(poison, ("leave out", "void"), "poison")
+    watched = _watched(model, optimizer, buffers)
+    least = checked_whole(least, "least", 1)
+    patience = checked_number(patience, "patience", above=0)
+    ranks = Ranks.of(model, watched)
+    if islands is None and (ranks.copies or ranks.shard):
+        raise InputError(
+            "the ranks that train this model together are one island; say where islands meet:"
+            ' islands=mesh["replicate"], or a place'
+        )
+    shared = Shared(watched, replace(chosen, momentum=0.0) if ranks.follows else chosen)
+    copies = Copies(ranks.copies, shared)
+    if ranks.follows:
+        return Follower(copies, shared)
+    settings = {"every": every, "method": chosen, "buffers": buffers, "poison": poison}
+    try:
+        pace = Pace(every, len(shared.fragments), chosen.overlap)
+        shards = Shards(ranks.shards, shared.device)
+        joined = _islands_at(islands, patience, settings, shared, least, shards)
+        averager = _averager(chosen, shared, islands if joined is None else joined.comm, ranks)
+        if joined is None:
+            _check_group(settings, averager)
+        place = joined or Fixed(averager.comm, shards)
+        outer = Outer(shared, averager, place, chosen, pace, poison, copies, shards, ranks.shard)
+    except BaseException:
+        copies.fail()
+        raise
+    outer.start(unwrapped(model)[-1])
+    return outer
+
+
+def _watched(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], buffers: str) -> Model:
+    """Return what islands share of a model, and of the optimisers that train it, if they can."""
     optimizers = checked_optimizers(optimizer)
     if not optimizers:
         raise InputError("optimizer must be one, or several, got none")
     checked_name(buffers, ("average", "local"), "buffers")
-    checked_name(poison, ("leave out", "void"), "poison")
-    least, patience = (
-        checked_whole(least, "least", 1),
-        checked_number(patience, "patience", above=0),
-    )
     check_type(model, nn.Module, "model")
     if any(hasattr(one, "train") and hasattr(one, "eval") for one in optimizers):
         warn(
@@ -120,46 +148,22 @@ def attach(
     watched = Model(model, buffers == "average", optimizers)
     for one in optimizers:
         check_updates(one, model.parameters())
-    ranks = Ranks.of(model, watched)
-    if islands is None and (ranks.copies or ranks.shard):
-        raise InputError(
-            "the ranks that train this model together are one island; say where islands meet:"
-            ' islands=mesh["replicate"], or a place'
-        )
-    if ranks.follows:
-        shared = Shared(watched, replace(chosen, momentum=0.0))
-        return Follower(Copies(ranks.copies, shared), shared, optimizers)
-    shared = Shared(watched, chosen)
-    copies = Copies(ranks.copies, shared)
-    settings = {"every": every, "method": chosen, "buffers": buffers, "poison": poison}
-    try:
-        pace = Pace(every, len(shared.fragments), chosen.overlap)
-        tensors = shared.by_name()
-        shards = Shards(ranks.shards, shared.device)
-        joined = _islands_at(islands, patience, settings, shared, least, shards)
-        moments = {entry(name): tensors[name] for name in watched.parameters if chosen.moments}
-        averager = Averager(
-            tensors | moments,
-            chosen.scheme,
-            group=_group(islands if joined is None else joined.comm),
-            policy=lambda name, _: name in watched.buffers or name in moments,
-            frontload=False,
-            shard=ranks.shard,
-        )
-        if joined is None:
-            _check_group(settings, averager)
-        place = joined or Fixed(averager.comm, shards)
-        outer = Outer(shared, averager, place, chosen, pace, poison, copies, shards, ranks.shard)
-        if place.joined:
-            outer.join()
-        outer.begin()
-    except BaseException:
-        copies.fail()
-        raise
-    outer.lead()
-    outer.start(optimizers)
-    outer.follow(unwrapped(model)[-1])
-    return outer
+    return watched
+
+
+def _averager(method: Method, shared: Shared, group: object, ranks: Ranks) -> Averager:
+    """Return what averages all that is shared, and second moments."""
+    tensors = shared.by_name()
+    trained, buffers = shared.model.parameters, shared.model.buffers
+    moments = {entry(name): tensors[name] for name in trained if method.moments}
+    return Averager(
+        tensors | moments,
+        method.scheme,
+        group=group.get_group() if isinstance(group, DeviceMesh) else cast("Group", group),
+        policy=lambda name, _: name in buffers or name in moments,
+        frontload=False,
+        shard=ranks.shard,
+    )
 
 
 def _islands_at(
@@ -183,10 +187,6 @@ def _islands_at(
     facts = {name: f"{value}" for name, value in named.items()}
     facts["layout"] = f"{digest(layout, 128):032x}"
     return Elastic(meeting, facts, layout, least, patience, shared, shards)
-
-
-def _group(group: object) -> Group:
-    return group.get_group() if isinstance(group, DeviceMesh) else cast("Group", group)
 
 
 def _check_group(settings: Mapping[str, object], averager: Averager) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -10,11 +10,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from sparcel.comm import Job, SimulatedCommunicator
 from sparcel.errors import CommunicationError, MismatchError, few, warn
-from sparcel.outer.island import Copies, Shards, count_steps, forget_spoilt
+from sparcel.outer.island import Copies, Shards
 from sparcel.outer.islands import Elastic, Fixed, Islands
 from sparcel.outer.method import Method
 from sparcel.outer.pace import Pace, Weights
@@ -87,13 +86,16 @@ class Outer:
         """Whether the model was loaded from a checkpoint of before this island took over."""
         self._weights = Weights(len(shared.fragments))
         self._weight = 0.0
-        self._inner: Sequence[Optimizer] = ()
         self._worker = ThreadPoolExecutor(1, "sparcel-outer")
         self._undo = ExitStack()
         self._undo.callback(averager.handle.close)
         self._undo.callback(shards.close)
         self._undo.callback(islands.close)
         self._undo.callback(self._worker.shutdown)
+        if islands.joined:
+            self._received()
+            self._put()
+        self._tell()
 
     @property
     def shared(self) -> dict[str, Tensor]:
@@ -124,20 +126,21 @@ class Outer:
         stats = self._averager.handle.stats()
         return replace(stats, void_steps=stats.void_steps + self._void)
 
-    def start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Count the steps of the last of these optimisers from now on."""
-        self._inner = optimizers
-        redo = optimizers[0].register_step_pre_hook(lambda *_: self._redo())
-        self._undo.callback(redo.remove)
-        self._undo.callback(count_steps(optimizers, self.advance))
-
-    def follow(self, model: nn.Module) -> None:
-        """See to it that nobody loads another model behind this one's back."""
+    def start(self, module: nn.Module) -> None:
+        """Count inner steps from now on; see to it that nobody loads another model behind them."""
+        self._lead()
 
         def loaded(*_: object) -> None:
             self._undone = self._islands.joined
 
-        self._undo.callback(model.register_load_state_dict_post_hook(loaded).remove)
+        model = self._shared.model
+        redo = model.optimizers[0].register_step_pre_hook(lambda *_: self._redo())
+        for end in (
+            redo.remove,
+            model.after_steps(self.advance),
+            module.register_load_state_dict_post_hook(loaded).remove,
+        ):
+            self._undo.callback(end)
 
     @torch.no_grad()
     def advance(self) -> None:
@@ -152,9 +155,9 @@ class Outer:
             self._copies.fail()
             self._islands.fail()
             raise
-        self.lead()
+        self._lead()
 
-    def lead(self) -> None:
+    def _lead(self) -> None:
         """Tell ranks that hold the same as this one what has changed since the last call."""
         changed, anew = self._changed, self._anew
         self._copies.lead(self.steps, self.islands, changed, anew, self._averaged)
@@ -181,11 +184,6 @@ class Outer:
         self.steps += 1
         self._pace.begin()
         self._islands.committed(self._clock)
-
-    def join(self) -> None:
-        """Begin from what the others share, which has been received."""
-        self._received()
-        self._put()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Tensor]:
@@ -272,7 +270,7 @@ class Outer:
         outcome, self._ends = _OUTCOMES[numbers["outcome"]], numbers["ends"]
         self._under_way = None if outcome is None else _ended(outcome)
         self._finite = bool(numbers["finite"])
-        self.begin()
+        self._tell()
 
     def close(self) -> None:
         """Exchange nothing more; the model stays as it is."""
@@ -333,7 +331,7 @@ class Outer:
     @torch.no_grad()
     def _attempt(self) -> Outcome:
         """Exchange the fragment, and update what is shared of it."""
-        islands, averager, fragment = self._islands, self._averager, self._fragment
+        islands, fragment = self._islands, self._fragment
         finite = arrived = decides = False
 
         def decide(ended_finite: bool) -> bool:
@@ -345,22 +343,7 @@ class Outer:
         if not islands.meet():
             return "late"
         try:
-            if islands.comm is not self._connected:
-                averager.connect(islands.comm, self.steps)
-                self._connected = islands.comm
-            counting, own, moments = self._agree()
-            some_do_not = counting < averager.comm.size
-            if not counting or (some_do_not and self._poison == "void"):
-                decide(False)
-                self._void += 1
-            else:
-                share = own * averager.comm.size / counting  # memory counts once
-                for vector in fragment:
-                    _scale(vector.moved, own if self._method.by_senders else share)
-                    averager.queue(vector.moved, vector.places)
-                self._shared.buffers.queue(averager, share)
-                self._moments.queue(averager, share, moments)
-                averager.finish(decide)
+            self._exchange(fragment, decide)
         except CommunicationError:
             if isinstance(islands, Fixed) or decides:
                 raise
@@ -372,8 +355,31 @@ class Outer:
         self._shared.step(fragment)
         self._weights.step(self._turn)
         if self._method.decay != 1:
-            averager.decay([name for one in fragment for name in one.places], self._method.decay)
+            self._decay(fragment, self._method.decay)
         return "done"
+
+    def _exchange(self, fragment: Sequence[Vector], decide: Callable[[bool], bool]) -> None:
+        """Average a fragment, and what goes with it, as far as islands decide that it counts."""
+        averager, comm = self._averager, self._islands.comm
+        if comm is not self._connected:
+            averager.connect(comm, self.steps)
+            self._connected = comm
+        counting, own, moments = self._agree()
+        if not counting or (counting < comm.size and self._poison == "void"):
+            decide(False)
+            self._void += 1
+            return
+        share = own * comm.size / counting  # memory counts once
+        for vector in fragment:
+            _scale(vector.moved, own if self._method.by_senders else share)
+            averager.queue(vector.moved, vector.places)
+        self._shared.buffers.queue(averager, share)
+        self._moments.queue(averager, share, moments)
+        averager.finish(decide)
+
+    def _decay(self, fragment: Sequence[Vector], factor: float) -> None:
+        """Multiply what this rank keeps back of a fragment."""
+        self._averager.decay([name for one in fragment for name in one.places], factor)
 
     def _agree(self) -> tuple[int, float, list[bool]]:
         """Learn what all islands bring, if they share the same parameters.
@@ -433,8 +439,7 @@ class Outer:
         self._received()
         if not kept:
             for fragment in self._shared.fragments:
-                names = [name for one in fragment for name in one.places]
-                self._averager.decay(names, 0.0)
+                self._decay(fragment, 0.0)
             self._put()
             warn(
                 "this island goes on from what the others share, without what it had moved before:"
@@ -454,7 +459,7 @@ class Outer:
             )
         self._put()
         self._shared.model.restore()
-        forget_spoilt(self._inner)
+        self._shared.model.forget_spoilt()
         self._anew = True
 
     def _put(self) -> None:
@@ -477,8 +482,8 @@ class Outer:
         self._pace.begin()
         self._changed = self._visiting = True
 
-    def begin(self) -> None:
-        """Begin with what is shared, as after `attach` or from a checkpoint."""
+    def _tell(self) -> None:
+        """Tell what this island begins with, after `attach` or from a checkpoint."""
         if isinstance(self._islands, Elastic):
             self._islands.begin(self.steps, self._digest(self._shared.vectors))
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
-from sparcel._checks import all_finite
 from sparcel.comm import ALL_CONTROL
 from sparcel.errors import CommunicationError
 from sparcel.fsdp import checked_mesh, group_of_ranks
@@ -250,12 +247,10 @@ class Follower:
         One whose learning rate may be changed as that of `Outer`; the first rank's counts.
     """
 
-    def __init__(self, copies: Copies, shared: Shared, optimizers: Sequence[Optimizer]) -> None:
-        self._copies, self._shared = copies, shared
-        self.optimizer, self._inner = shared.optimizer, optimizers
-        self._undo = ExitStack()
+    def __init__(self, copies: Copies, shared: Shared) -> None:
+        self._copies, self._shared, self.optimizer = copies, shared, shared.optimizer
         self.advance()
-        self._undo.callback(count_steps(optimizers, self.advance))
+        self._end = shared.model.after_steps(self.advance)
 
     @property
     def shared(self) -> dict[str, Tensor]:
@@ -267,7 +262,7 @@ class Follower:
         """Follow the first rank; optimisers call it after each step."""
         self.steps, self.islands, anew = self._copies.follow()
         if anew:
-            forget_spoilt(self._inner)
+            self._shared.model.forget_spoilt()
 
     def count(self, amount: float) -> None:
         """Do nothing; the first rank tells what the island learns from."""
@@ -285,27 +280,4 @@ class Follower:
 
     def close(self) -> None:
         """Follow no more."""
-        self._undo.close()
-
-
-def count_steps(optimizers: Sequence[Optimizer], advance: Callable[[], None]) -> Callable[[], None]:
-    """Call after each step of the last of some optimisers; return what ends that.
-
-    Fused optimisers find out themselves, on the device, that a GradScaler wants the step skipped.
-    """
-
-    def after(optimizer: Optimizer, *_: object) -> None:
-        found = getattr(optimizer, "found_inf", None)
-        if found is None or not bool(found):
-            advance()
-
-    return optimizers[-1].register_step_post_hook(after).remove
-
-
-def forget_spoilt(optimizers: Sequence[Optimizer]) -> None:
-    """Clear what inner optimisers remember of parameters, where it holds NaN or Inf."""
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            tensors = [one for one in state.values() if isinstance(one, Tensor)]
-            if not all(map(all_finite, tensors)):
-                state.clear()
+        self._end()

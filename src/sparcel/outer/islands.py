@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 from uuid import uuid4
 
 import torch
@@ -47,6 +46,9 @@ _BITS = 62
 
 _NUMBERS = ("place", "island", "order", "at")
 
+_TOLD = ("island", "steps", "at", "place", "order", "origin")
+"""What of an island's part in the protocol all its ranks know."""
+
 
 class Fixed:
     """The ranks of a communicator, all of which take part in every step."""
@@ -81,18 +83,6 @@ class Fixed:
 
     def close(self) -> None:
         """See `Elastic.close`."""
-
-
-@dataclass
-class _Holds:
-    """What all ranks of an island know of its part in the protocol."""
-
-    island: int = 0
-    steps: int = 0
-    at: int = 0
-    place: str = ""
-    order: int = 0
-    origin: Sequence[Any] = ("", 0, 0)
 
 
 class Elastic:
@@ -138,9 +128,7 @@ class Elastic:
     ) -> None:
         self._board, self._connect_at, self._pause = place
         self._patience, self._shared, self._shards = patience, shared, shards
-        nonce = f"{uuid4().int >> 65}"
-        self._protocol = Protocol(nonce, facts, layout, least, patience)
-        self._holds = _Holds()
+        self._protocol = Protocol(f"{uuid4().int >> 65}", facts, layout, least, patience)
         self._connected: list[int] = []
         """The islands whose connections hold, by rank."""
         self._looked = 0.0
@@ -149,14 +137,14 @@ class Elastic:
         self._before: tuple[float, int] | None = None
         """When the last outer step took effect, and after how many inner steps."""
         self._beats: Beats | None = None
-        self.joined = self._run(Protocol.enter)
-        me = self._holds.island
+        self.joined = self._run(self._protocol.enter())
+        me = self._protocol.island
         self.comm = self._connect(f"alone.{me}", [me], 0)
 
     @property
     def steps(self) -> int:
         """How many outer steps this island holds."""
-        return self._holds.steps
+        return self._protocol.steps
 
     @property
     def senior(self) -> int:
@@ -166,7 +154,6 @@ class Elastic:
     def begin(self, steps: int, shared: int) -> None:
         """Begin with what this number sums up, after so many outer steps."""
         self._protocol.steps, self._protocol.state = steps, f"{shared:x}"
-        self._holds.steps = steps
         self._beat()
 
     def resume(self, numbers: dict[str, int]) -> bool:
@@ -175,31 +162,31 @@ class Elastic:
         Return False if the run has gone on without this island.
         """
         place, island, order, at = (numbers[name] for name in _NUMBERS)
-        if self.joined and (str(place), at) != (self._holds.place, self._holds.at):
+        mine = self._protocol
+        if self.joined and (str(place), at) != (mine.place, mine.at):
             return False
-        self._run(lambda protocol: protocol.resume(str(place), island, order, at))
+        self._run(mine.resume(str(place), island, order, at))
         return True
 
     def numbers(self) -> dict[str, int]:
         """Return what a checkpoint has to hold for `resume`."""
-        place, island, at = self._holds.origin
-        return dict(zip(_NUMBERS, (int(place), island, self._holds.order, at), strict=True))
+        place, island, at = self._protocol.origin
+        return dict(zip(_NUMBERS, (int(place), island, self._protocol.order, at), strict=True))
 
     def meet(self) -> bool:
         """Wait for the others; return whether this island takes part in a step with ``comm``.
 
         False if it has to take over first what others hold.
         """
-        while (attempt := self._run(Protocol.meet)) is not None:
+        while (attempt := self._run(self._protocol.meet())) is not None:
             number, members = attempt
             if members == self._connected:
                 return True
             self._connected, cause = [], None
             try:
                 # The former connections end when nothing uses them, and nobody waits for that.
-                self.comm = self._connect(
-                    f"mesh.{number}", members, members.index(self._holds.island)
-                )
+                rank = members.index(self._protocol.island)
+                self.comm = self._connect(f"mesh.{number}", members, rank)
             except CommunicationError as error:
                 cause = error
             if self._refuse(members, cause):
@@ -221,7 +208,7 @@ class Elastic:
         flags = self._shards.gather(sum(1 << peer for peer in missed if peer < _BITS))
         peers = [one for peer, one in enumerate(members) if any(flag >> peer & 1 for flag in flags)]
         why = str(error or "another rank of this island did not reach its peer")
-        self._run(lambda protocol: protocol.decide(False, False, peers, why))
+        self._run(self._protocol.decide(False, False, peers, why))
         return True
 
     def decide(self, held: bool, finite: bool) -> tuple[bool, bool]:
@@ -242,14 +229,14 @@ class Elastic:
                 arrived = False
         flags = self._shards.gather(held | arrived << 1 | finite << 2)
         held, arrived, finite = (all(flag >> bit & 1 for flag in flags) for bit in range(3))
-        took_effect = self._run(lambda protocol: self._decide(protocol, arrived, held))
+        took_effect = self._run(self._decide(arrived, held))
         if not took_effect or not arrived:  # connections to the others have ended
             self._connected = []
         return took_effect, finite
 
-    def _decide(self, protocol: Protocol, arrived: bool, held: bool) -> Run[bool]:
+    def _decide(self, arrived: bool, held: bool) -> Run[bool]:
         """Decide on an exchange; raise if none has come to its end for too long."""
-        if (yield from protocol.decide(arrived, held)):
+        if (yield from self._protocol.decide(arrived, held)):
             self._failing = None
             return True
         now = yield Now()
@@ -273,7 +260,7 @@ class Elastic:
             if self._before is not None and clock > self._before[1]:
                 self._beats.a_step = (now - self._before[0]) / (clock - self._before[1])
             self._before = now, clock
-        self._run(Protocol.welcome)
+        self._run(self._protocol.welcome())
 
     def take_over(self) -> bool | None:
         """Receive what islands share; return whether what this one has moved may be kept.
@@ -281,17 +268,17 @@ class Elastic:
         None if nobody is left who could send it, and the run has not begun.
         """
         self._failing = self._before = None
-        return self._run(Protocol.take_over)
+        return self._run(self._protocol.take_over())
 
     def is_awaited(self) -> bool:
         """Tell whether others wait for this island, or have gone on without it."""
-        return self._run(self._look)
+        return self._run(self._look())
 
-    def _look(self, protocol: Protocol) -> Run[bool]:
+    def _look(self) -> Run[bool]:
         if (now := (yield Now())) < self._looked:
             return False
         self._looked = now + self._pause
-        return (yield from protocol.is_awaited())
+        return (yield from self._protocol.is_awaited())
 
     def fail(self) -> None:
         """Give no more signs of life, so that nobody waits for this island."""
@@ -305,10 +292,10 @@ class Elastic:
             self.comm.close()
             if self._beats is not None:
                 self._beats.end()
-                if self._holds.at and not self._board.found("beat."):
+                if self._protocol.at and not self._board.found("beat."):
                     self._board.end("ended")
 
-    def _run(self, part: Callable[[Protocol], Run[T]]) -> T:
+    def _run(self, part: Run[T]) -> T:
         """Do what a part of the protocol wants to be done, and return its result.
 
         The other ranks of this island do what concerns their shards.
@@ -316,10 +303,9 @@ class Elastic:
         if self._shards.rank:
             return cast("T", self._follow())
         answer: object = None
-        run = part(self._protocol)
         try:
             while True:
-                action = run.send(answer)
+                action = part.send(answer)
                 self._beat()
                 answer = self._done(action)
         except StopIteration as end:
@@ -329,18 +315,9 @@ class Elastic:
             self.fail()
             raise
         self._beat()
-        mine = self._protocol
-        self._holds = _Holds(mine.island, mine.steps, mine.at, mine.place, mine.order, mine.origin)
-        self._shards.tell(["ended", result, astuple(self._holds)])
+        told = {name: getattr(self._protocol, name) for name in _TOLD}
+        self._shards.tell(["ended", result, told])
         return result
-
-    def _beat(self) -> None:
-        """Give signs of life under the number that this island has now, and tell how far it is."""
-        if (me := self._protocol.island) and self._beats is None:
-            self._beats = Beats(self._board, me, self._patience)
-            weakref.finalize(self, self._beats.stop.set)
-        if self._beats is not None:
-            self._beats.island, self._beats.steps = me, self._protocol.steps
 
     def _follow(self) -> object:
         """Do what the first rank tells, until its part of the protocol has ended."""
@@ -351,16 +328,23 @@ class Elastic:
                     self._host(*told)
                 case "receive":
                     self._receive(*told)
-                case "waiting":
-                    pass
                 case "ended":
-                    result, holds = told
-                    self._holds = _Holds(*holds)
+                    result, mine = told
+                    vars(self._protocol).update(mine)
                     return result
-                case _:
+                case "failed":
                     raise CommunicationError(
                         f"the first rank of this island could not go on: {told[0]}"
                     )
+
+    def _beat(self) -> None:
+        """Give signs of life under the number that this island has now, and tell how far it is."""
+        me = self._protocol.island
+        if me and self._beats is None and self._shards.rank == 0:
+            self._beats = Beats(self._board, me, self._patience)
+            weakref.finalize(self, self._beats.stop.set)
+        if self._beats is not None:
+            self._beats.island, self._beats.steps = me, self._protocol.steps
 
     def _done(self, action: Action) -> object:
         match action:
@@ -376,47 +360,44 @@ class Elastic:
                 self._shards.tell(["waiting"])  # so that they do not wait for long themselves
                 time.sleep(pause_after(waited, self._pause))
             case Gone():
-                return (
-                    {self._connected[rank] for rank in self.comm.lost()}
-                    if self._connected
-                    else set()
-                )
+                lost = self.comm.lost() if self._connected else []
+                return {self._connected[rank] for rank in lost}
             case Signs(island):
                 return self._board.signs(island)
             case Host(guest, name):
                 at, steps, state = self._protocol.holds
-                me, holds = self._protocol.island, [at, steps, int(state or "0", 16)]
-                self._shards.tell(["host", guest, me, name, holds])
-                self._host(guest, me, name, holds)
+                told = name, [self._protocol.island, guest], [at, steps, int(state or "0", 16)]
+                self._shards.tell(["host", *told])
+                self._host(*told)
             case Receive(host, name):
-                me = self._protocol.island
-                self._shards.tell(["receive", host, me, name])
-                return self._receive(host, me, name)
+                pair = [host, self._protocol.island]
+                self._shards.tell(["receive", name, pair])
+                return self._receive(name, pair)
         return None
 
     def _connect(self, name: str, members: list[int], rank: int) -> ConnectedCommunicator:
         """Connect the ranks of some islands that hold the same shard as this one."""
         return self._connect_at(f"{name}.{self._shards.rank}", members, rank)
 
-    def _host(self, guest: int, me: int, name: str, holds: list[int]) -> None:
-        """Begin to send what this rank holds of what is shared."""
+    def _host(self, name: str, pair: list[int], holds: list[int]) -> None:
+        """Begin to send what this rank holds of what is shared, from the first of two islands."""
         shared = (tensor.to("cpu", copy=True) for tensor in self._shared.tensors)
         messages = [torch.tensor(holds), *shared]
 
         def send() -> None:
             with suppress(CommunicationError, MismatchError):  # the guest has gone, or asks anew
-                comm = self._connect(name, [me, guest], 0)
+                comm = self._connect(name, pair, 0)
                 for part in _parts(messages):
                     comm.exchange({1: part}, {})
                 comm.close()
 
         threading.Thread(target=send, daemon=True).start()
 
-    def _receive(self, host: int, me: int, name: str) -> tuple[int, int, str] | str:
+    def _receive(self, name: str, pair: list[int]) -> tuple[int, int, str] | str:
         """Receive this rank's share of what is shared; return what the host holds, or an error."""
         told, failed = torch.zeros(3, dtype=torch.int64), ""
         try:
-            comm = self._connect(name, [host, me], 1)
+            comm = self._connect(name, pair, 1)
             for part in _parts([told, *self._shared.tensors]):
                 part.copy_(comm.exchange({}, {0: part.nbytes})[0])
             comm.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -60,11 +60,11 @@ class Model:
         The model, which may be wrapped.
     averages
         Whether buffers become averages.
-    optimizers
-        Those that train it.
 
     Attributes
     ----------
+    optimizers
+        Those that train it, in the order of their steps.
     parameters
         The parameters to train, by their names in the model before it was wrapped.
     whole
@@ -81,7 +81,7 @@ class Model:
     """
 
     def __init__(self, module: nn.Module, averages: bool, optimizers: Sequence[Optimizer]) -> None:
-        self._module, self._averages, self._optimizers = module, averages, optimizers
+        self._module, self._averages, self.optimizers = module, averages, optimizers
         self._copied: set[tuple[int, str]] = set()
         """The optimisers that keep copies, by their places, and under which names."""
         self.parameters: dict[str, Tensor] = {}
@@ -133,7 +133,7 @@ class Model:
     def moments(self) -> dict[str, Moment]:
         """Return the second moments that the optimisers keep, as `parameters` are."""
         names, found = {one: name for name, one in self._trained.items()}, dict[str, Moment]()
-        groups = [(one.state, group) for one in self._optimizers for group in one.param_groups]
+        groups = [(one.state, group) for one in self.optimizers for group in one.param_groups]
         for states, group in groups:
             for parameter in filter(names.__contains__, group["params"]):
                 state = states.get(parameter, {})
@@ -149,7 +149,7 @@ class Model:
     def _find_copies(self) -> dict[Tensor, Tensor]:
         """Return the copies in more bits that optimisers keep of parameters."""
         found = dict[Tensor, Tensor]()
-        for place, optimizer in enumerate(self._optimizers):
+        for place, optimizer in enumerate(self.optimizers):
             states = optimizer.state
             for key in {key for state in states.values() for key in state}:
                 kept = {one: state[key] for one, state in states.items() if key in state}
@@ -169,6 +169,28 @@ class Model:
             kept = self._kept.get(name)
             if kept is not None and kept.shape == one.shape and not all_finite(one):
                 one.copy_(kept)
+
+    def after_steps(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Call after each step of the last optimiser; return what ends that.
+
+        Fused optimisers find out themselves, on the device, that a GradScaler wants the step
+        skipped.
+        """
+
+        def after(optimizer: Optimizer, *_: object) -> None:
+            found = getattr(optimizer, "found_inf", None)
+            if found is None or not bool(found):
+                call()
+
+        return self.optimizers[-1].register_step_post_hook(after).remove
+
+    def forget_spoilt(self) -> None:
+        """Clear what the optimisers remember of parameters, where it holds NaN or Inf."""
+        for optimizer in self.optimizers:
+            for state in optimizer.state.values():
+                tensors = [one for one in state.values() if isinstance(one, Tensor)]
+                if not all(map(all_finite, tensors)):
+                    state.clear()
 
     def _check(self, found: dict[str, nn.Parameter]) -> None:
         for name in dict.fromkeys([*self._agreed, *found]):
