@@ -438,7 +438,7 @@ def test_all_name_the_rank_that_does_not_come(place: str) -> None:
 def test_who_is_silent_is_not_waited_for_and_who_is_slow_is(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparcel.outer.came._MOST_SECONDS", 0.4)  # dead after 1 s without one
+    monkeypatch.setattr("sparcel.outer.history._MOST_SECONDS", 0.4)  # dead after 1 s without one
     meeting = meeting_at(place, 60.0)
     assert meeting is not None
     beats = [Beats(meeting.board, island, 60.0) for island in (3, 7)]

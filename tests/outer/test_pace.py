@@ -16,8 +16,7 @@ from sparcel import simulate
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, SparcelWarning
 from sparcel.outer import diloco, streaming
-from sparcel.outer.method import default
-from sparcel.outer.pace import Pace, Weights
+from sparcel.outer.method import Pace, Weights, default
 from tests.outer.islands import Training, same
 
 PLAIN = diloco(lr=1.0, momentum=0.0)
@@ -38,7 +37,7 @@ def test_islands_of_unequal_speed_come_at_the_same_time(
     monkeypatch: pytest.MonkeyPatch, fragments: int
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr("sparcel.outer.pace.time", clock)
+    monkeypatch.setattr("sparcel.outer.method.time", clock)
     method = replace(PLAIN, fragments=fragments)
 
     def on_rank(comm: Communicator) -> Any:

@@ -21,8 +21,7 @@ from sparcel.delta import Folder
 from sparcel.errors import CommunicationError, SparcelWarning
 from sparcel.meeting import Meeting, Server
 from sparcel.outer import Method, Outer, attach
-from sparcel.outer.came import beat_seconds
-from sparcel.outer.history import Create, Now, Read, Wait
+from sparcel.outer.history import Create, Now, Read, Wait, beat_seconds
 from sparcel.outer.islands import pause_after
 from sparcel.outer.model import Model
 from sparcel.outer.places import ASKED_SECONDS

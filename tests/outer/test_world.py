@@ -10,9 +10,8 @@ from unittest.mock import patch
 import pytest
 
 from sparcel.errors import CommunicationError
-from sparcel.outer import came, history
-from sparcel.outer.came import Came
-from sparcel.outer.history import Action, Create, Quorum, Read, Run
+from sparcel.outer import history
+from sparcel.outer.history import Action, Came, Create, Quorum, Read, Run
 from sparcel.outer.protocol import Protocol
 from tests.outer import world as worlds
 from tests.outer.world import PATIENCE, BrokenPromiseError, Island, World, live
@@ -53,7 +52,7 @@ class Files(World):
 
 @pytest.mark.parametrize("who", ["member", "guest"])
 def test_who_gives_no_sign_of_life_is_not_waited_for(who: str) -> None:
-    with patch.object(came, "_MOST_SECONDS", 0.8):  # 2 s without one
+    with patch.object(history, "_MOST_SECONDS", 0.8):  # 2 s without one
         world = Files(0)
         world.calm = True
         one, other = world.start("one"), world.start("other")
@@ -99,7 +98,7 @@ def a_run() -> tuple[World, Island, Island]:
 @pytest.mark.parametrize("dead", [1, 8, "a host"])
 def test_a_run_begins_without_those_who_came_and_died(later: bool, dead: int | str) -> None:
     """They have loaded the same checkpoint as the others, or a later one."""
-    with patch.object(came, "_MOST_SECONDS", 0.8):
+    with patch.object(history, "_MOST_SECONDS", 0.8):
         world, writer, _ = a_run()
         saved = writer.checkpoints[len(writer.checkpoints) // 2]
         world.move()
@@ -120,7 +119,7 @@ def test_a_run_begins_without_those_who_came_and_died(later: bool, dead: int | s
 
 @pytest.mark.parametrize("lag", [0.0, 1.0, 0.5 * PATIENCE])
 def test_all_may_stop_and_come_back_without_a_loss(lag: float) -> None:
-    with patch.object(came, "_MOST_SECONDS", 0.8):
+    with patch.object(history, "_MOST_SECONDS", 0.8):
         world, *islands = a_run()
         for island in islands:
             world.kill(island)

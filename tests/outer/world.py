@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from sparcel.errors import SparcelError
-from sparcel.outer import came, history
+from sparcel.outer import history
 from sparcel.outer.protocol import LONGEST, Attempt, Protocol
 
 PATIENCE = 10.0
@@ -343,7 +343,7 @@ class World:
         """Return the last sign of life that an island has given, at a time of its own."""
         if island.ended:
             return island.name
-        beat = came.beat_seconds(PATIENCE)
+        beat = history.beat_seconds(PATIENCE)
         number = (self.now - island.born) // beat
         while number:
             time = island.born + number * beat
@@ -556,7 +556,7 @@ def live(seed: int, make: Callable[..., Protocol] = Protocol, forgets: bool = Fa
     world = World(seed, make, forgets)
     try:
         # Outcomes are summed up soon, and the silent are not waited for as long as the patience.
-        with patch.object(history, "BLOCK", 2), patch.object(came, "_MOST_SECONDS", 0.8):
+        with patch.object(history, "BLOCK", 2), patch.object(history, "_MOST_SECONDS", 0.8):
             _live(world)
     except BrokenPromiseError as error:
         told = "\n".join(world.story[-30:])

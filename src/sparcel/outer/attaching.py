@@ -18,9 +18,8 @@ from sparcel.errors import InputError, MismatchError, checked_name, warn
 from sparcel.outer.driver import Outer, Poison
 from sparcel.outer.island import Copies, Follower, Ranks, Shards
 from sparcel.outer.islands import Elastic, Fixed
-from sparcel.outer.method import Method, chosen_method
+from sparcel.outer.method import Method, Pace, chosen_method
 from sparcel.outer.model import Model, unwrapped
-from sparcel.outer.pace import Pace
 from sparcel.outer.places import meeting_at
 from sparcel.outer.shared import Shared
 from sparcel.outer.vectors import entry

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -131,18 +132,13 @@ class BucketEngine:
 
     def all_reduce(self, tensor: Tensor, op: Op, call: int) -> None:
         """See `Engine.all_reduce`; every rank adds up all tensors, in the order of ranks."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        own = tensor.view(-1)
-        raw = own.view(torch.uint8)
+        ranks, own = range(self.size), tensor.view(-1)
+        others, raw = [rank for rank in ranks if rank != self.rank], own.view(torch.uint8)
         came = self.exchange(
             {rank: [raw] for rank in others}, dict.fromkeys(others, raw.numel()), call, 0
         )
-        total: Tensor | None = None
-        for rank in range(self.size):
-            one = own if rank == self.rank else came[rank][0].view(tensor.dtype)
-            total = one if total is None else op.apply(total, one)
-        if total is not None and total is not own:
-            own.copy_(total)
+        parts = [came[rank][0].view(tensor.dtype) if rank in came else own for rank in ranks]
+        own.copy_(reduce(op.apply, parts))
 
     def probe(self) -> None:
         """Do nothing: the waiting thread looks for failures itself."""

@@ -15,8 +15,7 @@ from sparcel.comm import Job, SimulatedCommunicator
 from sparcel.errors import CommunicationError, MismatchError, few, warn
 from sparcel.outer.island import Copies, Shards
 from sparcel.outer.islands import Elastic, Fixed, Islands
-from sparcel.outer.method import Method
-from sparcel.outer.pace import Pace, Weights
+from sparcel.outer.method import Method, Pace, Weights
 from sparcel.outer.shared import Shared, checked, copied, of_rank
 from sparcel.outer.vectors import Moments, Vector
 from sparcel.training import Averager, Shard, Stats
@@ -27,11 +26,9 @@ Poison = Literal["leave out", "void"]
 Outcome = Literal["done", "void", "again", "late"]
 """How an attempt at an outer step has ended."""
 
-
 _AVERAGER = "averager."
 """What the names of an averager's entries begin with in a state."""
 
-_NUMBERS = ("clock", "steps", "ends", "outcome", "finite", "place", "island", "order", "at")
 _OUTCOMES: tuple[Outcome | None, ...] = (None, "done", "void")
 """The outcomes that a state may hold, by their numbers there."""
 
@@ -88,10 +85,8 @@ class Outer:
         self._weight = 0.0
         self._worker = ThreadPoolExecutor(1, "sparcel-outer")
         self._undo = ExitStack()
-        self._undo.callback(averager.handle.close)
-        self._undo.callback(shards.close)
-        self._undo.callback(islands.close)
-        self._undo.callback(self._worker.shutdown)
+        for end in (averager.handle.close, shards.close, islands.close, self._worker.shutdown):
+            self._undo.callback(end)
         if islands.joined:
             self._received()
             self._put()
@@ -133,14 +128,14 @@ class Outer:
         def loaded(*_: object) -> None:
             self._undone = self._islands.joined
 
-        model = self._shared.model
-        redo = model.optimizers[0].register_step_pre_hook(lambda *_: self._redo())
-        for end in (
-            redo.remove,
-            model.after_steps(self.advance),
-            module.register_load_state_dict_post_hook(loaded).remove,
-        ):
-            self._undo.callback(end)
+        def redo(*_: object) -> None:
+            if self._undone:
+                self._put()
+
+        model, undo = self._shared.model, self._undo.callback
+        undo(module.register_load_state_dict_post_hook(loaded).remove)
+        undo(model.optimizers[0].register_step_pre_hook(redo).remove)
+        undo(model.after_steps(self.advance))
 
     @torch.no_grad()
     def advance(self) -> None:
@@ -206,7 +201,16 @@ class Outer:
         if outcome in ("again", "late"):
             self._go_on()
             outcome = None
-        numbers = {
+        memory = self._averager.handle.state_dict()
+        if not isinstance(self._islands, Fixed):
+            memory = of_rank(memory, 0, 1)
+        return {
+            **copied(self._entries(outcome).items(), self._shard),
+            **{f"{_AVERAGER}{name}": tensor for name, tensor in memory.items()},
+        }
+
+    def _numbers(self, outcome: Outcome | None = None) -> dict[str, int]:
+        return {
             "clock": self._clock,
             "steps": self.steps,
             "ends": self._ends,
@@ -214,16 +218,15 @@ class Outer:
             "finite": int(self._finite),
             **self._islands.numbers(),
         }
-        memory = self._averager.handle.state_dict()
-        if not isinstance(self._islands, Fixed):
-            memory = of_rank(memory, 0, 1)
+
+    def _entries(self, outcome: Outcome | None = None) -> dict[str, Tensor]:
+        """Return the entries of a state but for the averager's, not copied."""
         return {
-            **{name: torch.tensor(number) for name, number in numbers.items()},
+            **{name: torch.tensor(number) for name, number in self._numbers(outcome).items()},
             "rate": torch.tensor(self._shared.rate, dtype=torch.float64),
             "counted": self._weights.state,
             "averaged": torch.tensor(self._shared.buffers.averaged),
-            **copied(self._shared.named(), self._shard),
-            **{f"{_AVERAGER}{name}": tensor for name, tensor in memory.items()},
+            **dict(self._shared.named()),
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -239,11 +242,8 @@ class Outer:
         InputError
             When an entry is missing or does not fit.
         """
-        averaged = torch.tensor(self._shared.buffers.averaged)
-        expected = dict.fromkeys((*_NUMBERS, "rate"), torch.zeros(()))
-        expected |= {"counted": self._weights.state, "averaged": averaged}
-        found = checked(state, expected | dict(self._shared.named()), self._shard)
-        comm, numbers = self._averager.comm, {name: int(state[name]) for name in _NUMBERS}
+        found = checked(state, self._entries(), self._shard)
+        comm, numbers = self._averager.comm, {name: int(found[name]) for name in self._numbers()}
         memory = {
             name.removeprefix(_AVERAGER): tensor
             for name, tensor in state.items()
@@ -263,8 +263,8 @@ class Outer:
         self._undone = False
         for name, tensor in self._shared.named():
             tensor.copy_(found[name])
-        self._shared.rate, self._weights.state = float(state["rate"]), state["counted"]
-        self._shared.buffers.averaged = state["averaged"].tolist()
+        self._shared.rate, self._weights.state = float(found["rate"]), found["counted"]
+        self._shared.buffers.averaged = found["averaged"].tolist()
         self._pace.begin()
         self._clock, self.steps = numbers["clock"], numbers["steps"]
         outcome, self._ends = _OUTCOMES[numbers["outcome"]], numbers["ends"]
@@ -467,11 +467,6 @@ class Outer:
         self._shared.put()
         self._weights.forget()
         self._changed, self._undone = True, False
-
-    def _redo(self) -> None:
-        """Go on with what is shared if an older model was loaded since."""
-        if self._undone:
-            self._put()
 
     def _received(self) -> None:
         """Begin with what an island of the run has sent."""

@@ -19,8 +19,8 @@ from sparcel.comm.torch import TorchCommunicator, TorchRendezvous
 from sparcel.errors import CommunicationError, InputError, public_url
 from sparcel.meeting import PORT, Meeting
 from sparcel.outer.bucket import BucketRendezvous
-from sparcel.outer.came import Watches, beat_seconds
 from sparcel.outer.files import LAST_ERRORS, BucketStore, Patient, passing
+from sparcel.outer.history import Watches, beat_seconds
 from sparcel.outer.protocol import LONGEST
 from sparcel.stores import ExclusiveStore
 from sparcel.stores import Store as Bucket

@@ -26,10 +26,10 @@ from typing import NamedTuple
 
 from sparcel.comm import digest
 from sparcel.errors import CommunicationError, MismatchError
-from sparcel.outer.came import Came, Watches, ahead, check_state, fitting, name_of, replaced
 from sparcel.outer.history import (
     ABORT,
     COMMIT,
+    Came,
     Create,
     Gone,
     History,
@@ -42,8 +42,14 @@ from sparcel.outer.history import (
     Run,
     Signs,
     Wait,
+    Watches,
+    ahead,
+    check_state,
     first_missing,
+    fitting,
     forgotten,
+    name_of,
+    replaced,
 )
 
 _GRACE_SECONDS = 3.0
