@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 from sparcel.comm import Communicator, ConnectedCommunicator
+from sparcel.outer import history, places
 from sparcel.outer.bucket import BucketRendezvous
 from sparcel.outer.files import BucketStore
 from sparcel.stores import Store
 
 PATIENCE = 60.0
 """Longer than any exchange takes, so that only an island that nobody waits for is late."""
+
+
+@contextmanager
+def looking_often() -> Iterator[None]:
+    """Let islands look often, and give signs of life often: half a second without one is death."""
+    often = patch.multiple(places, LOOKED_SECONDS=0.05, ASKED_SECONDS=0.05)
+    with often, patch.object(history, "_MOST_SECONDS", 0.2):
+        yield
 
 
 def all_at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -39,17 +50,17 @@ def connect(
 
 
 def on_islands(
-    place: Any, size: int, function: Callable[..., Any], *args: Any, timeout: float = PATIENCE
+    place: Any, size: int, function: Callable[..., Any], *args: Any, timeout: Any = PATIENCE
 ) -> list[Any]:
     """Return what ``function(comm, *args)`` returns, or raises, on islands of one bucket, by rank.
 
-    ``place`` is what a `BucketStore` takes, or a list of that, by rank.
+    ``place`` is what a `BucketStore` takes, and ``timeout`` seconds, or a list of that, by rank.
     """
     prefix = secrets.token_hex(4)
 
     def island(rank: int) -> Any:
-        own = place[rank] if isinstance(place, list) else place
-        comm = connect(own, size, rank, timeout, prefix)
+        own, seconds = (one[rank] if isinstance(one, list) else one for one in (place, timeout))
+        comm = connect(own, size, rank, seconds, prefix)
         try:
             return function(comm, *args)
         finally:

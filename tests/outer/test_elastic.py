@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from sparcel.errors import MismatchError
 from sparcel.meeting import Server
+from tests.outer.at_once import all_at_once, looking_often, raised
 from tests.outer.islands import Model, Named, Training, same
 
 PATIENCE = 3.0
@@ -20,12 +23,13 @@ PATIENCE = 3.0
 @pytest.fixture(params=["links", "bucket"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """Return a place where islands meet."""
-    if request.param == "bucket":
-        yield str(tmp_path)
-        return
-    server = Server(0, tmp_path)
-    yield f"tcp://127.0.0.1:{server.port}"
-    server.close()
+    with looking_often():
+        if request.param == "bucket":
+            yield str(tmp_path)
+            return
+        server = Server(0, tmp_path)
+        yield f"tcp://127.0.0.1:{server.port}"
+        server.close()
 
 
 class Island(Training):
@@ -103,6 +107,16 @@ def agree(islands: list[Island], at_least: int = 3) -> None:
         assert beats.a_step > 0 or at_least == 1
 
 
+@contextmanager
+def waiting_less(*islands: Island) -> Iterator[None]:
+    """Let islands wait for one that is slow for half a second, and for messages as before."""
+    parts = [one.outer._islands._protocol for one in islands]  # type: ignore[union-attr]
+    with ExitStack() as less:
+        for one in parts:
+            less.enter_context(patch.object(one, "_patience", 0.5))
+        yield
+
+
 def test_islands_join_leave_and_come_late(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparcel.outer.islands._SENT_BYTES", 1000)  # guests get several parts
     with ThreadPoolExecutor(3) as threads:
@@ -116,9 +130,10 @@ def test_islands_join_leave_and_come_late(place: str, monkeypatch: pytest.Monkey
         agree([first, second, third])
 
         run = Run()  # the second calls no more
-        following = threads.submit(run.follow, third)
-        run.lead(first, lambda: len(first.members) == 2)
-        following.result()
+        with waiting_less(first, third):
+            following = threads.submit(run.follow, third)
+            run.lead(first, lambda: len(first.members) == 2)
+            following.result()
         agree([first, third])
 
         run = Run()  # it comes back, keeping what it has moved
@@ -138,8 +153,7 @@ def test_islands_join_leave_and_come_late(place: str, monkeypatch: pytest.Monkey
         for one in others:
             one.result()
         agree([first, second, third])
-        for island in (first, second, third):
-            island.outer.close()
+        raised(all_at_once([one.outer.close for one in (first, second, third)]))
 
 
 @pytest.mark.parametrize(
@@ -165,5 +179,4 @@ def test_an_island_that_differs_is_told_and_the_others_begin(
         third.step()
         stepping.result()
     agree([first, third], at_least=1)
-    for island in (first, third):
-        island.outer.close()
+    raised(all_at_once([one.outer.close for one in (first, third)]))

@@ -28,6 +28,7 @@ from sparcel.outer.places import ASKED_SECONDS
 from sparcel.outer.protocol import Protocol
 from sparcel.outer.shared import Shared
 from sparcel.schemes import Bidirectional, Dense
+from tests.outer.at_once import all_at_once, looking_often, raised
 
 PATIENCE = 3.0
 PLAIN = Method(Dense(), lr=1.0, momentum=0.0)
@@ -97,7 +98,7 @@ class Island:
 
 @pytest.fixture
 def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(4) as pool:
+    with looking_often(), ThreadPoolExecutor(4) as pool:
         yield pool
         Island.over.set()
     Island.over.clear()
@@ -231,29 +232,28 @@ def test_the_place_may_restart(threads: ThreadPoolExecutor, tmp_path: Path) -> N
     for one in going:
         one.result()
     assert torch.equal(islands[0].shared, islands[1].shared)
-    for one in islands:
-        one.outer.close()
+    raised(all_at_once([one.outer.close for one in islands]))
     server.close()
 
 
 def test_a_place_that_never_answers_again_is_told(tmp_path: Path) -> None:
     server = Server(0, tmp_path)
-    island = Island(f"tcp://127.0.0.1:{server.port}", 0, least=1, patience=0.2)
+    island = Island(f"tcp://127.0.0.1:{server.port}", 0, least=1, patience=0.1)
     server.close()
-    with pytest.raises(CommunicationError, match="has not answered for 2 s"):
+    with pytest.raises(CommunicationError, match="has not answered for 1 s"):
         island.until(9)
 
 
 def test_exchanges_that_never_end_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    island = Island(str(tmp_path), 0, every=1, least=1, patience=0.2)
+    island = Island(str(tmp_path), 0, every=1, least=1, patience=0.1)
 
     def late() -> None:
-        raise CommunicationError("waited 0.2 s")
+        raise CommunicationError("waited 0.1 s")
 
     monkeypatch.setattr(island.outer, "_agree", late)
     with pytest.raises(CommunicationError, match=r"islands \[1\] .* a larger patience=") as told:
         island.step()
-    assert "waited 0.2 s" in str(told.value.__context__)
+    assert "waited 0.1 s" in str(told.value.__context__)
     assert becomes_silent(tmp_path)
 
 
