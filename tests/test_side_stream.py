@@ -204,7 +204,7 @@ def test_steps_in_a_cuda_graph_are_refused(cuda: Cuda, monkeypatch: pytest.Monke
         session, there = averager._session, averager._session.device
         session.device = GPU
         with pytest.raises(InputError, match=r"captured in a CUDA graph; capture .* no_sync\(\)"):
-            averager._open(["weight"])
+            averager._open()
         session.device = there
         averager.average(tensors())  # nothing was begun
 

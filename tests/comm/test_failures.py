@@ -117,9 +117,9 @@ def test_kill_during_a_long_message(culprit: int) -> None:
 def reduce_in_two_ways(comm: TorchCommunicator) -> tuple[str, str, float]:
     """Run an all-reduce on this thread, with another one queued, while the culprit dies."""
     if comm.rank == CULPRIT:
-        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        threading.Timer(0.6, os.kill, (os.getpid(), signal.SIGKILL)).start()
     if comm.rank == 0:
-        time.sleep(2.0)  # the others, including the culprit, wait in the all-reduce
+        time.sleep(1.2)  # the others, including the culprit, wait in the all-reduce
     stream, handles = case_of("random", comm.size, 60).streams[comm.rank], []
 
     def queue() -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import active_count
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,11 +19,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
-from sparcel.comm import TorchCommunicator, resolve
+from sparcel.comm import TorchCommunicator, executor, resolve
 from sparcel.errors import CommunicationError, InputError
 from sparcel.training import Averager
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+SOON = 0.3
+"""Seconds between two looks of the monitor, but for the one that it waits for already."""
 
 PREAMBLE = """
 import os, signal, sys, threading, time
@@ -92,11 +96,13 @@ def test_jobs_without_a_wait_are_finished_at_exit_though_nothing_is_closed(tmp_p
 
 def test_exit_does_not_wait_for_a_peer_for_long(tmp_path: Path) -> None:
     script = """
+        from sparcel.comm import executor
+        executor._EXIT_SECONDS = 1.0
         comm = start("a", seconds=1000)
         if comm.rank == 0:
             comm.submit(lambda: step(comm))  # rank 1 never takes part
         else:
-            time.sleep(6.5)
+            time.sleep(2.0)
     """
     assert run(script, tmp_path) == [(0, ""), (0, "")]
 
@@ -120,9 +126,9 @@ def test_interrupted_rank_leaves_and_the_other_is_told(tmp_path: Path) -> None:
         comm = start("a", seconds=1000)
         step(comm)
         if comm.rank == 0:
-            threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
-            comm.run(lambda: time.sleep(2) if comm.rank == 0 else step(comm))
+            comm.run(lambda: time.sleep(1) if comm.rank == 0 else step(comm))
         except KeyboardInterrupt:
             sys.exit(5)
     """
@@ -135,9 +141,10 @@ def close_child_early(comm: TorchCommunicator) -> list[int]:
     """Close a child on all ranks but the last, which runs a job before it closes its own."""
     child = comm.split(0)
     child.gather_numbers(child.rank)
-    if comm.rank == comm.size - 1:
-        comm.run(lambda: time.sleep(3.0))
-    child.close()
+    with patch.object(executor, "_FINISH_SECONDS", 0.3):
+        if comm.rank == comm.size - 1:
+            comm.run(lambda: time.sleep(1.0))
+        child.close()
     with pytest.raises(CommunicationError, match="closed"):
         child.gather_numbers(0)
     return comm.gather_numbers(comm.rank)
@@ -186,6 +193,7 @@ def fail_and_drop(comm: TorchCommunicator) -> None:
         step()
 
 
+@patch.object(executor, "_MONITOR_SECONDS", SOON)
 def grown_after_ten(
     comm: TorchCommunicator, use_and_drop: Callable[[TorchCommunicator], None]
 ) -> dict[str, tuple[int, int]]:
@@ -193,7 +201,7 @@ def grown_after_ten(
     gc.disable()
     try:
         use_and_drop(comm)  # starts threads that stay
-        time.sleep(3.0)
+        time.sleep(5 * SOON)
         before = descriptors_and_threads()
         for _ in range(10):
             use_and_drop(comm)
@@ -215,6 +223,7 @@ def test_what_nobody_closed_leaks_neither_descriptors_nor_threads(run_on, use_an
     assert run_on(2, grown_after_ten, use_and_drop) == [{}, {}]
 
 
+@patch.object(executor, "_MONITOR_SECONDS", SOON)
 def drop_before_the_others(comm: TorchCommunicator) -> list[int]:
     """Drop a child on rank 0 while the others go on with it and with its parent."""
     child = comm.split(0)
@@ -222,7 +231,7 @@ def drop_before_the_others(comm: TorchCommunicator) -> list[int]:
     rest = child.split(min(comm.rank, 1))
     if comm.rank == 0:
         del child, rest
-    time.sleep(3.0)
+    time.sleep(5 * SOON)
     if comm.rank:
         rest.gather_numbers(rest.rank)
     return comm.gather_numbers(comm.rank)

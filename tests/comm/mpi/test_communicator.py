@@ -141,11 +141,11 @@ def silent(comm: Communicator) -> tuple[str, bool]:
 
     world = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group.Incl(list(range(comm.size))))
     own = MpiCommunicator.of(world, timeout=60.0)
-    own.engine.timeout = 1.0  # now that all have connected, which may take longer
+    own.engine.timeout = 0.5  # now that all have connected, which may take longer
     start, text = time.monotonic(), ""
     try:
         if comm.rank == 1:
-            time.sleep(2)
+            time.sleep(1)
         own.exchange({}, {1 - comm.rank if comm.rank < 2 else 1: 100})
     except CommunicationError as error:
         text = str(error)
@@ -159,7 +159,7 @@ def silent(comm: Communicator) -> tuple[str, bool]:
 
 def test_a_rank_that_takes_no_part_is_named_and_all_can_connect_anew(run_on_mpi: Runner) -> None:
     for text, in_time in run_on_mpi(3, silent):
-        assert "waited 1 s for rank 1" in text
+        assert "waited 0.5 s for rank 1" in text
         assert in_time
 
 
