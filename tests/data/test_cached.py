@@ -15,7 +15,7 @@ from sparcel import simulate
 from sparcel.data import Cached
 from sparcel.errors import InputError, MismatchError, SparcelWarning
 from tests.data.sources import Files, Given, all_right, decode, is_right
-from tests.data.test_records import SAMPLES, alike
+from tests.data.test_source import SAMPLES, alike
 
 
 @settings(max_examples=10)

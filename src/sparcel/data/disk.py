@@ -6,7 +6,6 @@ import fcntl
 import os
 import random
 import secrets
-import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -23,10 +22,7 @@ from sparcel.errors import SparcelError, warn
 
 NAME = "sparcel-samples"
 
-_MAGIC = b"sparcel samples\n"
-_HEAD = struct.Struct("<16sQI")
-"""The magic, the length of the text that says what the samples are of, and a checksum of both and
-of the text. The text follows, then the index."""
+_MAGIC = b"sparcel samples of "
 _CRC_BYTES = 4
 
 
@@ -41,6 +37,8 @@ class _ForeignError(UnusableError):
 class _File(Records):
     """A file of records that end with a checksum, as the machine may crash while they are written.
 
+    It begins with a line that tells what the samples are of; the index follows.
+
     It is not mapped: where a disk is full or a file was cut off, that would end the process.
     Whoever appends holds a lock (flock) on a file beside it, because who may only read this one
     could lock it, too.
@@ -50,26 +48,22 @@ class _File(Records):
         regular(path, links=False)
         flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         file = os.open(path, flags | (os.O_RDONLY if read_only else os.O_RDWR))
-        self._index_at = up_to(UNIT, _HEAD.size + len(identity.encode()))
+        head = _line(identity)
+        self._index_at = up_to(UNIT, len(head))
         super().__init__(file, self._index_at + 8 * length)
         self._lock = path.with_name(f"{NAME}.append.lock")
-        head = os.pread(file, _HEAD.size, 0)
-        if head[: len(_MAGIC)] != _MAGIC[: len(head)]:
+        found = os.pread(file, len(head) + 1000, 0)
+        if found[: len(_MAGIC)] != _MAGIC[: len(found)]:
             raise _ForeignError(f"{path} was not written by sparcel")
-        _, size, crc = _HEAD.unpack(head.ljust(_HEAD.size, b"\0"))
-        text = os.pread(file, min(size, os.fstat(file).st_size), _HEAD.size)
-        if crc != zlib.crc32(head[:-_CRC_BYTES] + text):
-            raise UnusableError(f"{path} is broken")
-        if (found := text.decode()) != identity:
-            raise UnusableError(f"{path} has samples of {found}, not of {identity}")
+        if not found.startswith(head):
+            what = found[len(_MAGIC) :].partition(b"\n")[0].decode(errors="replace")
+            raise UnusableError(f"{path} has samples of {what}, not of {identity}")
 
     @staticmethod
     def make(path: Path, identity: str) -> None:
         """Make a file without records, like the one that it takes the place of."""
-        text = identity.encode()
-        head = _HEAD.pack(_MAGIC, len(text), 0)[:-_CRC_BYTES]
         with replacing(path, links=False, lasting=False) as file:
-            file.write(head + zlib.crc32(head + text).to_bytes(_CRC_BYTES, "little") + text)
+            file.write(_line(identity))
 
     def entry(self, place: int) -> int:
         return int.from_bytes(os.pread(self.descriptor, 8, self._index_at + 8 * place), "little")
@@ -109,6 +103,10 @@ class _File(Records):
             record = self.get(place)
             if record is not None and len(record):
                 yield place, record.tobytes()
+
+
+def _line(identity: str) -> bytes:
+    return _MAGIC + identity.encode() + b"\n"
 
 
 def _with_checksum(place: int, record: bytes) -> bytes:

@@ -77,20 +77,18 @@ def _exchange(
     settings: Settings, width: int, dimensions: int, entries: int, comm: Communicator | None
 ) -> Exchange:
     """Return how ranks sum gradients that have so many entries at most."""
-    algorithm = "auto" if settings.algorithm == SHARDED else settings.algorithm
-    exchange = Exchange(algorithm, settings.format, entries)
+    sent, rounding = None, None if comm is None else settings.rounding()
     if comm is not None and settings.density is not None:
-        count = count_for(settings.density, dimensions)
-        exchange = exchange._replace(sent=count, max_nnz=min(entries, count + TAIL))
-    if comm is not None and settings.bits is not None:
-        if width > 1:
-            raise InputError(
-                f"bits={settings.bits} goes with one class that is told from the rest where"
-                f" gradients are summed on all ranks, got {width} classes; leave out bits, or call"
-                " fit with algorithm='sharded'"
-            )
-        exchange = exchange._replace(rounding=settings.rounding())
-    return exchange
+        sent = count_for(settings.density, dimensions)
+        entries = min(entries, sent + TAIL)
+    if rounding is not None and width > 1:
+        raise InputError(
+            f"bits={settings.bits} goes with one class that is told from the rest where"
+            f" gradients are summed on all ranks, got {width} classes; leave out bits, or call"
+            " fit with algorithm='sharded'"
+        )
+    algorithm = "auto" if settings.algorithm == SHARDED else settings.algorithm
+    return Exchange(algorithm, settings.format, entries, sent, rounding)
 
 
 class Sgd(Trainer):
