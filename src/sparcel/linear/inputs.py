@@ -20,9 +20,6 @@ from sparcel.rows.files import FilePiece, Paths, blocks, files_of, is_compressed
 from sparcel.rows.rows import Array
 from sparcel.rows.sources import Labels, TextLabelError
 
-with optional("sparcel.linear", "linear"):
-    import scipy.sparse as sp
-
 
 def read(
     source: Source, paths: Paths, comm: Communicator | None, cache: Path | None = None
@@ -167,6 +164,8 @@ def as_rows(matrix: Any) -> Rows:
     matrix
         ``[rows, dimensions]``, an array or a CSR matrix of float32 or float64.
     """
+    with optional("sparcel.linear", "linear"):
+        import scipy.sparse as sp
     csr = matrix if sp.issparse(matrix) else sp.csr_matrix(matrix)
     if not csr.has_canonical_format:
         csr = csr.copy()
@@ -183,6 +182,8 @@ def as_rows(matrix: Any) -> Rows:
 
 def product(matrix: Any, coefficients: Any) -> Array:
     """Return ``matrix @ coefficients.T`` as an array; either may be sparse."""
+    with optional("sparcel.linear", "linear"):
+        import scipy.sparse as sp
     if matrix.shape[1] > MOST_HELD:
         # scipy would take memory for each column.
         columns, places = np.unique(coefficients.indices, return_inverse=True)
