@@ -13,6 +13,7 @@ from sparcel.comm import Communicator
 from sparcel.errors import InputError, checked_name
 from sparcel.formats import Expected
 from sparcel.schemes.selecting import Selecting
+from sparcel.schemes.sparsifier import entering
 from sparcel.schemes.step import Ledger, Step
 from sparcel.selectors import Selector
 from sparcel.stream import SparseStream
@@ -92,8 +93,8 @@ class ScaleCom(Selecting):
         """Select, on the leader; the others learn in the exchange what to take."""
         if step.comm.rank == self._leader(step.comm):
             return super()._take(step)
-        entering = step.entering(clear=step.out is step.gradient)
-        return self._memory.accumulate(entering).empty_like()
+        own = entering(step, clear=step.out is step.gradient)
+        return self._memory.accumulate(own).empty_like()
 
     def _exchange(self, ledger: Ledger, wire: Wire) -> SparseStream:
         own, leader, indices = ledger.sent, self._leader(wire), None

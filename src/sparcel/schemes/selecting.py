@@ -11,7 +11,7 @@ from sparcel._checks import check_type
 from sparcel.memory import Share
 from sparcel.schemes.base import STATE_HINT
 from sparcel.schemes.costs import Outcome, averaged
-from sparcel.schemes.sparsifier import Sparsifier, sends_all
+from sparcel.schemes.sparsifier import Sparsifier, entering, sends_all
 from sparcel.schemes.step import Ledger, Plan, Span, Step
 from sparcel.selectors import Selector
 from sparcel.selectors import selector as make_selector
@@ -92,8 +92,8 @@ class Selecting(Sparsifier):
 
     def _take(self, step: Step) -> SparseStream:
         """Take this rank's selection out of memory + gradient; leave the rest in the scratch."""
-        entering = step.entering(clear=step.out is step.gradient)
-        return self._memory.select(entering, self._shares, self.steps)
+        own = entering(step, clear=step.out is step.gradient)
+        return self._memory.select(own, self._shares, self.steps)
 
     @abstractmethod
     def _exchange(self, ledger: Ledger, wire: Wire) -> SparseStream:

@@ -13,7 +13,7 @@ from sparcel import auto
 from sparcel._checks import checked_number
 from sparcel.comm import Communicator
 from sparcel.formats import Format, format_named
-from sparcel.memory import Memory, emptied
+from sparcel.memory import Entering, Memory, emptied
 from sparcel.ops import SUM
 from sparcel.regions import Regions, Shares, exchange_regions, phase
 from sparcel.schemes.base import Scheme
@@ -168,7 +168,7 @@ class Sparsifier(Scheme):
         """Send all of memory + gradient by the engine's own sum, as training without a scheme."""
         gradient, comm, request, plan, out = step
         with request.costs.selecting():
-            everything = self._memory.accumulate(step.entering())
+            everything = self._memory.accumulate(entering(step))
             leaving = magnitude_of(everything)
         with request.costs.communicating():
             total = auto.all_reduce(everything, self._wire(step), SUM, "dense", everything.size)
@@ -184,7 +184,7 @@ class Sparsifier(Scheme):
         _, comm, request, plan, out = step
         assert plan.up is not None and plan.down is not None, "reduce asked"
         divisor = plan.ranks / request.scale
-        with self._memory.entered(step.entering()) as addition, request.costs.communicating():
+        with self._memory.entered(entering(step)) as addition, request.costs.communicating():
             returned = exchange_regions(
                 addition, comm, self.steps, plan.up, plan.down, divisor, out
             )
@@ -202,6 +202,12 @@ class Sparsifier(Scheme):
         density = own or self.density
         in_front = request.front_loaded and not self.warmup
         return front_loaded(density, self.steps) if in_front else density
+
+
+def entering(step: Step, clear: bool = False) -> Entering:
+    """Return what enters the memory; ``clear`` sets the gradient to zero as it is read."""
+    gradient, _, request, plan, _ = step
+    return Entering(gradient, plan.ranks, request.withheld, clear, request.scale)
 
 
 Travelling = tuple[Shares, Format]

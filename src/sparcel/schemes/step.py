@@ -11,7 +11,7 @@ from torch import Tensor
 from sparcel.comm import Call, Communicator, digest
 from sparcel.formats import RAW, Format
 from sparcel.kernels import Phase
-from sparcel.memory import Entering, Memory, Range
+from sparcel.memory import Memory, Range
 from sparcel.schemes.costs import Costs
 from sparcel.stream import SparseStream
 
@@ -130,11 +130,6 @@ class Step(NamedTuple):
     request: Request
     plan: Plan
     out: Tensor | None
-
-    def entering(self, clear: bool = False) -> Entering:
-        """Return what enters the memory; ``clear`` sets the gradient to zero as it is read."""
-        request = self.request
-        return Entering(self.gradient, self.plan.ranks, request.withheld, clear, request.scale)
 
 
 class Ledger:
