@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-from rich import box
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from sparcel._checks import check_type
 from sparcel.analysis.density import Growth, delta, expected_nnz, ranks_until_dense, relative_volume
 from sparcel.errors import InputError, optional
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 
 def table(size: int, k: int, ranks: int) -> Table:
     """Return the expected sum of k-sparse float32 vectors for 2, 4, 8 … ranks and for ``ranks``."""
+    from rich import box
+    from rich.table import Table
+
     result = Table(
         title=f"{k:,} of {size:,} coordinates a rank ({100 * k / size:.3g} %), float32",
         title_justify="left",
