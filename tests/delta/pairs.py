@@ -207,7 +207,7 @@ def chunks_of(count: int) -> Iterator[None]:
     """Encode at most so many bytes of weights in a chunk."""
     with (
         patch("sparcel.delta.encoding.CHUNK_BYTES", count),
-        patch("sparcel.delta.encoding.chunk_bytes", lambda *_: count),
+        patch("sparcel.delta.encoding._chunk_bytes", lambda *_: count),
     ):
         yield
 

@@ -27,16 +27,41 @@ from sparcel.training.names import model_names
 Chunks: TypeAlias = Iterable[bytes | memoryview | Chunk]
 
 
-def write_in_turn(parts: Mapping[str, Part], chunks: Iterable[Chunk]) -> None:
-    """Check and write chunk after chunk, each thread one at a time: little memory is needed.
+def apply_(target: Target, chunks: Chunks, since: Version | None = None) -> Inverse:
+    """Apply all chunks of a version, in any order, in place, or none of them.
 
-    After an error some are written, and others not. New tensors are left out.
+    Nothing is written before all is checked: the sum of what each chunk changes, which counts old
+    and new bits, must be the one that it states, and every chunk must be there once.
+
+    Parameters
+    ----------
+    target
+        A module, or tensors by name on any device. Tensors that appear or vanish need a mapping.
+        DTensors must hold all elements of the chunks' pieces, as they do where they are cut as they
+        were when these were encoded.
+    chunks
+        What `encode` made.
+    since
+        The version that ``target`` is; by default whatever the chunks say.
+
+    Returns
+    -------
+    Inverse
+        The version that ``target`` is now, and what it was. It holds the place and the old value of
+        each changed element: six bytes for one of bfloat16.
+
+    Raises
+    ------
+    FormatError
+        If a chunk is torn or corrupt.
+    VersionError
+        If the chunks are for another version, or do not belong together.
+    InputError
+        If ``target`` has tensors that cannot be written element by element, or that have some in
+        common without being tied as one. If it is a module whose state dict gives copies, as hooks
+        make that cast or join parameters.
     """
-
-    def write(chunk: Chunk) -> None:
-        found_in(chunk, parts).swap(parts)
-
-    deque(in_order(write, (chunk for chunk in chunks if not chunk.new)), maxlen=0)
+    return prepare(target, chunks, since).apply()
 
 
 def prepare(target: Target, chunks: Chunks, since: Version | None = None) -> Prepared:
@@ -50,51 +75,6 @@ def prepare(target: Target, chunks: Chunks, since: Version | None = None) -> Pre
     read = [one if isinstance(one, Chunk) else read_chunk(one) for one in chunks]
     check_together(read)
     return prepare_read(target, read, since)
-
-
-def made_by(chunks: Sequence[Chunk]) -> Version:
-    """Return the version that all chunks of a delta make."""
-    return chunks[0].base.after(chunks[0].target, sum(chunk.sum for chunk in chunks))
-
-
-def prepare_read(target: Target, read: Sequence[Chunk], since: Version | None = None) -> Prepared:
-    """Do so with chunks that were read, and belong together."""
-    base, version = read[0].base, made_by(read)
-    if since not in (None, base):
-        raise VersionError(
-            f"this delta makes version {version} of version {base}, but the weights are version"
-            f" {since}; fetch what follows that one, or a full version"
-        )
-    module = isinstance(target, nn.Module)
-    known = set() if module else {piece.name for chunk in read for piece in chunk.pieces}
-    tensors = tensors_of(target, known)
-    parts = parts_of(tensors)
-    check_writable(parts, target)
-    found = list(in_order(partial(found_in, parts=parts), read))
-    new = new_tensors(one for one in found if one.chunk.new)
-    leaving = {name for chunk in read for name in chunk.leaving}
-    _check_names(module, version, tensors.keys(), new.keys(), leaving)
-    after = {name: tensor for name, tensor in tensors.items() if name not in leaving} | new
-    ties = {a: name for chunk in read for a, name in chunk.ties.items() if name in after}
-    owner = owners(parts_of(tensors_of(after, None))) if ties else {}
-    apart = {alias: name for alias, name in ties.items() if owner.get(alias) != owner[name]}
-    copies = {alias: name for alias, name in apart.items() if alias in after} if module else {}
-    _check_copies(version, copies, parts)
-    if not module:
-        after |= {alias: after[name] for alias, name in apart.items()}
-    return Prepared(
-        base,
-        version,
-        after,
-        sum(chunk.changed for chunk in read),
-        target if module else tensors,
-        parts,
-        [one for one in found if one.chunk.code != "removed" and not one.chunk.new],
-        _gone={name: one for name, one in tensors.items() if after.get(name) is not one},
-        _added={name: one for name, one in after.items() if tensors.get(name) is not one},
-        _ties={alias: name for alias, name in ties.items() if alias in after},
-        _copies=copies,
-    )
 
 
 def check_together(chunks: list[Chunk], some: bool = False) -> None:
@@ -137,6 +117,51 @@ def check_together(chunks: list[Chunk], some: bool = False) -> None:
         )
 
 
+def made_by(chunks: Sequence[Chunk]) -> Version:
+    """Return the version that all chunks of a delta make."""
+    return chunks[0].base.after(chunks[0].target, sum(chunk.sum for chunk in chunks))
+
+
+def prepare_read(target: Target, read: Sequence[Chunk], since: Version | None = None) -> Prepared:
+    """Do what `prepare` does with chunks that were read, and belong together."""
+    base, version = read[0].base, made_by(read)
+    if since not in (None, base):
+        raise VersionError(
+            f"this delta makes version {version} of version {base}, but the weights are version"
+            f" {since}; fetch what follows that one, or a full version"
+        )
+    module = isinstance(target, nn.Module)
+    known = set() if module else {piece.name for chunk in read for piece in chunk.pieces}
+    tensors = tensors_of(target, known)
+    parts = parts_of(tensors)
+    check_writable(parts, target)
+    found = list(in_order(partial(found_in, parts=parts), read))
+    new = new_tensors(one for one in found if one.chunk.new)
+    leaving = {name for chunk in read for name in chunk.leaving}
+    _check_names(module, version, tensors.keys(), new.keys(), leaving)
+    after = {name: tensor for name, tensor in tensors.items() if name not in leaving} | new
+    ties = {a: name for chunk in read for a, name in chunk.ties.items() if name in after}
+    owner = owners(parts_of(tensors_of(after, None))) if ties else {}
+    apart = {alias: name for alias, name in ties.items() if owner.get(alias) != owner[name]}
+    copies = {alias: name for alias, name in apart.items() if alias in after} if module else {}
+    _check_copies(version, copies, parts)
+    if not module:
+        after |= {alias: after[name] for alias, name in apart.items()}
+    return Prepared(
+        base,
+        version,
+        after,
+        sum(chunk.changed for chunk in read),
+        target if module else tensors,
+        parts,
+        [one for one in found if one.chunk.code != "removed" and not one.chunk.new],
+        _gone={name: one for name, one in tensors.items() if after.get(name) is not one},
+        _added={name: one for name, one in after.items() if tensors.get(name) is not one},
+        _ties={alias: name for alias, name in ties.items() if alias in after},
+        _copies=copies,
+    )
+
+
 def _check_names(
     module: bool, version: Version, there: Set[str], added: Set[str], leaving: Set[str]
 ) -> None:
@@ -164,41 +189,16 @@ def _check_copies(version: Version, copies: Mapping[str, str], parts: Mapping[st
             )
 
 
-def apply_(target: Target, chunks: Chunks, since: Version | None = None) -> Inverse:
-    """Apply all chunks of a version, in any order, in place, or none of them.
+def write_in_turn(parts: Mapping[str, Part], chunks: Iterable[Chunk]) -> None:
+    """Check and write chunk after chunk, each thread one at a time: little memory is needed.
 
-    Nothing is written before all is checked: the sum of what each chunk changes, which counts old
-    and new bits, must be the one that it states, and every chunk must be there once.
-
-    Parameters
-    ----------
-    target
-        A module, or tensors by name on any device. Tensors that appear or vanish need a mapping.
-        DTensors must hold all elements of the chunks' pieces, as they do where they are cut as they
-        were when these were encoded.
-    chunks
-        What `encode` made.
-    since
-        The version that ``target`` is; by default whatever the chunks say.
-
-    Returns
-    -------
-    Inverse
-        The version that ``target`` is now, and what it was. It holds the place and the old value of
-        each changed element: six bytes for one of bfloat16.
-
-    Raises
-    ------
-    FormatError
-        If a chunk is torn or corrupt.
-    VersionError
-        If the chunks are for another version, or do not belong together.
-    InputError
-        If ``target`` has tensors that cannot be written element by element, or that have some in
-        common without being tied as one. If it is a module whose state dict gives copies, as hooks
-        make that cast or join parameters.
+    After an error some are written, and others not. New tensors are left out.
     """
-    return prepare(target, chunks, since).apply()
+
+    def write(chunk: Chunk) -> None:
+        found_in(chunk, parts).swap(parts)
+
+    deque(in_order(write, (chunk for chunk in chunks if not chunk.new)), maxlen=0)
 
 
 def assign_(target: Weights, changes: Iterable[Change], *, partial: bool = False) -> None:

@@ -145,16 +145,16 @@ def _jobs(
     gone = [part.piece for name, part in old.items() if name not in kept]
     there = (one for one in gone if one.count or not one.size)
     for pieces in _filled(there, CHUNK_BYTES, apart):
-        yield partial(removed, blank, pieces, old)
+        yield partial(_removed, blank, pieces, old)
     for names in _alike(now[name].piece for name in now if name in kept):
-        nbytes = CHUNK_BYTES if apart else chunk_bytes(names, now, old)
+        nbytes = CHUNK_BYTES if apart else _chunk_bytes(names, now, old)
         every = (piece for name in names for piece in now[name].piece.cuts(nbytes))
         for pieces in _filled((piece for piece in every if piece.count), nbytes, apart):
-            yield partial(changed, blank, pieces, now, old, code)
+            yield partial(_changed, blank, pieces, now, old, code)
     for names in _alike(now[name].piece for name in now if name not in kept):
         every = (piece for name in names for piece in now[name].piece.cuts(CHUNK_BYTES))
         for pieces in _filled(every, CHUNK_BYTES, apart):
-            yield partial(new, blank, pieces, now)
+            yield partial(_new, blank, pieces, now)
 
 
 def _alike(pieces: Iterable[Piece]) -> Iterator[list[str]]:
@@ -187,7 +187,7 @@ def _kind(piece: Piece, apart: bool) -> object:
     return piece.name if apart else piece.dtype
 
 
-def chunk_bytes(names: list[str], now: Mapping[str, Part], old: Mapping[str, Part]) -> int:
+def _chunk_bytes(names: list[str], now: Mapping[str, Part], old: Mapping[str, Part]) -> int:
     """Return how many bytes of tensors of one dtype go into a chunk.
 
     Few changes pay for few headers and models: as many bytes as have `_ENOUGH` of them, by the
@@ -212,7 +212,7 @@ def chunk_bytes(names: list[str], now: Mapping[str, Part], old: Mapping[str, Par
     return min(max(enough, CHUNK_BYTES), _MOST_BYTES, MOST_ELEMENTS * itemsize)
 
 
-def changed(
+def _changed(
     blank: Chunk,
     pieces: list[Piece],
     now: Mapping[str, Part],
@@ -286,14 +286,14 @@ def _dense(
     )
 
 
-def new(blank: Chunk, pieces: list[Piece], now: Mapping[str, Part]) -> Chunk:
+def _new(blank: Chunk, pieces: list[Piece], now: Mapping[str, Part]) -> Chunk:
     """Return the chunk that brings pieces of tensors which are not there."""
     there = kernel_pieces(pieces, now)
     total = _cpu.delta_sum(there, pieces[0].dtype.itemsize)
     return _dense(blank, pieces, there, total, new=True)
 
 
-def removed(blank: Chunk, pieces: list[Piece], old: Mapping[str, Part]) -> Chunk:
+def _removed(blank: Chunk, pieces: list[Piece], old: Mapping[str, Part]) -> Chunk:
     """Return the chunk that takes tensors away."""
     total = -sum(sum_of(old[piece.name]) for piece in pieces) % (1 << 64)
     return replace(blank, layout=layout_of(pieces[0].dtype), pieces=tuple(pieces), sum=total)

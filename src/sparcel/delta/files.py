@@ -34,7 +34,7 @@ _READS = 8
 """How many reads of a file are on the way at a time."""
 
 NOTHING_TO_PUBLISH = "there are no tensors to publish; did a filter leave all names out?"
-METADATA = "__metadata__"
+_METADATA = "__metadata__"
 """The one name in a header that is not a tensor's."""
 
 _CHUNK = re.compile(
@@ -53,7 +53,7 @@ def check_storable(parts: Mapping[str, Part]) -> None:
     """Raise InputError unless safetensors files can hold all tensors."""
     for name, part in parts.items():
         is_text = name.encode(errors="ignore").decode() == name  # and has no halves of characters
-        if name == METADATA or not is_text:
+        if name == _METADATA or not is_text:
             why = "keep for themselves" if is_text else "cannot encode"
             raise InputError(
                 f"'{shown(name)}' is a name that safetensors files {why}; publish the tensor under"
@@ -64,6 +64,59 @@ def check_storable(parts: Mapping[str, Part]) -> None:
                 f"{shown(name)} is of {part.piece.dtype}, for which safetensors has no name; view"
                 " it as another dtype"
             )
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A chunk, as a file lists it.
+
+    Attributes
+    ----------
+    key
+        Its name in the file.
+    number
+        Its number.
+    name, shape
+        The tensor that it tells of; no name if it may tell of any.
+    first, end
+        Between these are the elements that it tells of.
+    """
+
+    key: str
+    number: int
+    name: str | None = None
+    shape: tuple[int, ...] = ()
+    first: int = 0
+    end: int = 0
+
+    @classmethod
+    def of(cls, number: int, pieces: Sequence[Piece]) -> Listed:
+        """List a chunk, which tells of these pieces."""
+        if len({piece.name for piece in pieces}) != 1:
+            return cls(f"chunk.{number}", number)
+        name, shape = pieces[0].name, pieces[0].shape
+        first, end = min(one.first for one in pieces), max(one.end for one in pieces)
+        key = f"chunk.{number}.{first}-{end}.{'x'.join(map(str, shape))}.{name}"
+        return cls(key, number, name, shape, first, end)
+
+    @classmethod
+    def read(cls, key: str) -> Listed:
+        """Return what a name tells, or raise ValueError."""
+        match = _CHUNK.fullmatch(key)
+        if match is None:
+            raise ValueError(f"{shown(key)} is no chunk")
+        number, first, end, shape, name = match.groups(default="")
+        if match[5] is None:
+            return cls(key, int(number))
+        lengths = tuple(int(length) for length in shape.split("x") if length)
+        return cls(key, int(number), name, lengths, int(first), int(end))
+
+    def concerns(self, only: Only) -> bool:
+        """Tell whether it may tell of what a reader has."""
+        if self.name is None or self.name not in only:
+            return self.name is None
+        begin, end = Slice.of(only[self.name], self.name, self.shape).rows(self.shape)
+        return self.first == 0 if begin == end else self.first < end and begin < self.end
 
 
 def delta_file(
@@ -146,7 +199,7 @@ class File:
         self._data = data if isinstance(data, Ranged) else memoryview(data)
         self.name = name
         self._begin, self._tensors = self._read_header()
-        metadata = self._tensors.pop(METADATA, {})
+        metadata = self._tensors.pop(_METADATA, {})
         self.metadata: dict[str, str] = metadata if isinstance(metadata, dict) else {}
         end = max((one["data_offsets"][1] for one in self._tensors.values()), default=0)
         if self._begin + end != len(self._data):
@@ -186,7 +239,7 @@ class File:
 
     def some(self, listed: Iterable[Listed]) -> Iterator[memoryview]:
         """Yield chunks in order; those near one another are read at once, some reads ahead."""
-        runs = list(near(self._span(one.key) for one in listed))
+        runs = list(_near(self._span(one.key) for one in listed))
         read = in_pool(lambda run: self._data[run[0][0] : run[-1][1]], runs, _READS)
         for run, data in zip(runs, read, strict=True):
             first = run[0][0]
@@ -258,7 +311,7 @@ class File:
         with malformed(f"{self.name} has a wrong header"):
             header = loads(bytes(self._data[8 : 8 + length]))
             for name, one in header.items():
-                if name != METADATA:
+                if name != _METADATA:
                     _check(one)
         return 8 + length, header
 
@@ -300,7 +353,7 @@ def _header(
         listed[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
         begin += size
     crc = {"listed_crc": _crc_of(listed)} if checked else {}
-    header = {METADATA: {"format": "pt", **metadata, **crc}, **listed}
+    header = {_METADATA: {"format": "pt", **metadata, **crc}, **listed}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > _MOST_HEADER or is_too_nested(text):
@@ -311,60 +364,7 @@ def _header(
     return len(text).to_bytes(8, "little") + text
 
 
-@dataclass(frozen=True)
-class Listed:
-    """A chunk, as a file lists it.
-
-    Attributes
-    ----------
-    key
-        Its name in the file.
-    number
-        Its number.
-    name, shape
-        The tensor that it tells of; no name if it may tell of any.
-    first, end
-        Between these are the elements that it tells of.
-    """
-
-    key: str
-    number: int
-    name: str | None = None
-    shape: tuple[int, ...] = ()
-    first: int = 0
-    end: int = 0
-
-    @classmethod
-    def of(cls, number: int, pieces: Sequence[Piece]) -> Listed:
-        """List a chunk, which tells of these pieces."""
-        if len({piece.name for piece in pieces}) != 1:
-            return cls(f"chunk.{number}", number)
-        name, shape = pieces[0].name, pieces[0].shape
-        first, end = min(one.first for one in pieces), max(one.end for one in pieces)
-        key = f"chunk.{number}.{first}-{end}.{'x'.join(map(str, shape))}.{name}"
-        return cls(key, number, name, shape, first, end)
-
-    @classmethod
-    def read(cls, key: str) -> Listed:
-        """Return what a name tells, or raise ValueError."""
-        match = _CHUNK.fullmatch(key)
-        if match is None:
-            raise ValueError(f"{shown(key)} is no chunk")
-        number, first, end, shape, name = match.groups(default="")
-        if match[5] is None:
-            return cls(key, int(number))
-        lengths = tuple(int(length) for length in shape.split("x") if length)
-        return cls(key, int(number), name, lengths, int(first), int(end))
-
-    def concerns(self, only: Only) -> bool:
-        """Tell whether it may tell of what a reader has."""
-        if self.name is None or self.name not in only:
-            return self.name is None
-        begin, end = Slice.of(only[self.name], self.name, self.shape).rows(self.shape)
-        return self.first == 0 if begin == end else self.first < end and begin < self.end
-
-
-def near(spans: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+def _near(spans: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
     """Yield spans of a file that are best read at once, because little is between them."""
     run: list[tuple[int, int]] = []
     for begin, end in spans:

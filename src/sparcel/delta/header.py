@@ -19,7 +19,7 @@ from sparcel.errors import FormatError, InputError, SparcelError, shown
 _WRONG = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 """What Python raises when data have another form than was expected."""
 
-MOST_NESTED = 1 << 17
+_MOST_NESTED = 1 << 17
 """Most lists and objects in a header, and brackets in its names: each takes dozens of bytes."""
 
 _MOST = 16 << 20
@@ -67,7 +67,7 @@ def malformed(what: str, way_out: str = "") -> Iterator[None]:
         raise FormatError(f"{what}: {shown(repr(error))}{hint}") from None
 
 
-def nested(text: bytes) -> int:
+def _nested(text: bytes) -> int:
     """Return how many lists and objects a text may have."""
     return text.count(b"[") + text.count(b"{")
 
@@ -77,13 +77,13 @@ def is_too_nested(text: bytes) -> bool:
 
     A tensor has three in at least 48 bytes, and a file fewer; names may have some more.
     """
-    return nested(text) > MOST_NESTED + len(text) // 16
+    return _nested(text) > _MOST_NESTED + len(text) // 16
 
 
 def loads(text: bytes) -> Any:
     """Parse a list of files or tensors, or raise ValueError if it would take too much memory."""
     if is_too_nested(text):
-        raise ValueError(f"it has {nested(text)} brackets in {len(text)} bytes")
+        raise ValueError(f"it has {_nested(text)} brackets in {len(text)} bytes")
     return json.loads(text)
 
 
@@ -97,10 +97,10 @@ def whole(number: object, limit: int = 1 << 63) -> int:
 def packed(header: Mapping[str, object]) -> bytes:
     """Pack a header, or raise InputError if it would be longer than readers take."""
     text = json.dumps(header, separators=(",", ":")).encode()
-    if len(text) > _MOST or nested(text) > MOST_NESTED:
+    if len(text) > _MOST or _nested(text) > _MOST_NESTED:
         raise InputError(
-            f"a chunk's names take {len(text)} bytes with {nested(text)} brackets, and may"
-            f" take {_MOST} with {MOST_NESTED}: shorten them"
+            f"a chunk's names take {len(text)} bytes with {_nested(text)} brackets, and may"
+            f" take {_MOST} with {_MOST_NESTED}: shorten them"
         )
     packings = (_deflated(text, level) for level in (9, 1, 0))
     return next(one for one in packings if len(text) <= _most_text(len(one)))
@@ -118,8 +118,8 @@ def unpacked(packed: memoryview) -> dict[str, Any]:
     text = unpacker.decompress(packed, most + 1)  # of 0 it would take for no limit
     if not unpacker.eof or len(text) > most:
         raise ValueError(f"it is torn, or longer than {most} bytes")
-    if nested(text) > MOST_NESTED:
-        raise ValueError(f"it has {nested(text)} brackets")
+    if _nested(text) > _MOST_NESTED:
+        raise ValueError(f"it has {_nested(text)} brackets")
     header: dict[str, Any] = json.loads(text)
     return header
 

@@ -43,7 +43,7 @@ _PARAMETRISED = ".parametrizations."
 """How torch names what a parametrisation keeps in the place of a tensor."""
 
 
-def read_ahead(
+def _read_ahead(
     store: Store, way: Sequence[Entry], ahead: int, most: int
 ) -> Iterator[tuple[Entry, Callable[[], list[File]]]]:
     """Yield each entry, and what returns its files, which are being read with those after it.
@@ -109,7 +109,7 @@ def read_whole(files: Sequence[File], version: Version) -> dict[str, Tensor]:
         tensors = {name: tensor for file in files for name, tensor in file.tensors().items()}
     else:
         chunks = read_chunks(files, Version(0, 0), version)
-        with failing_as_file(files):
+        with _failing_as_file(files):
             prepare_read(tensors, chunks).apply()
     found = version_of(tensors, version.number)
     if found != version:
@@ -126,7 +126,7 @@ def read_chunks(files: Sequence[File], base: Version, version: Version) -> list[
         If they do not make the version of its base.
     """
     chunks = [read_chunk(chunk) for file in files for chunk in file.chunks()]
-    with failing_as_file(files):
+    with _failing_as_file(files):
         check_together(chunks)
     found, made = chunks[0].base, made_by(chunks)
     if (found, made) != (base, version):
@@ -137,7 +137,7 @@ def read_chunks(files: Sequence[File], base: Version, version: Version) -> list[
 
 
 @contextmanager
-def failing_as_file(files: Sequence[File]) -> Iterator[None]:
+def _failing_as_file(files: Sequence[File]) -> Iterator[None]:
     """Turn VersionError about what files hold into FormatError, so that others are looked for."""
     try:
         yield
@@ -226,7 +226,7 @@ class Kept:
     ) -> Iterator[tuple[Entry, Callable[[], list[File]]]]:
         """Yield each entry, and what returns its files, of which up to ``ahead`` are read ahead."""
         if self._only is None:
-            return read_ahead(store, way, ahead, self._most_bytes())
+            return _read_ahead(store, way, ahead, self._most_bytes())
         return ((one, partial(files_of, store, one, one.bytes, ranged)) for one in way)
 
     def _most_bytes(self) -> int:
@@ -282,7 +282,7 @@ class Kept:
         else:
             told = (chunks_of(file, only, entry.base, entry.version) for file in files)
             chunks = list(chain.from_iterable(told))
-            with failing_as_file(files):
+            with _failing_as_file(files):
                 check_together(chunks, some=True)
             step = prepare_slices(self.target, chunks, entry.version)
         return replace(entry, bytes=sum(file.taken for file in files)), step

@@ -88,7 +88,7 @@ class Page:
         self._words[2:5] = version.number, version.sum, file
 
 
-def mapped_tensors(path: Path) -> dict[str, Tensor]:
+def _mapped_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file, which must not be written, as all see them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable")
@@ -270,7 +270,7 @@ class Mirror:
         """Map the weights, if these are in another file by now."""
         if file != self._file:
             try:
-                self._tensors = mapped_tensors(self._folder.path / WEIGHTS)
+                self._tensors = _mapped_tensors(self._folder.path / WEIGHTS)
             except FileNotFoundError:
                 raise VersionError(
                     f"{self._folder} lacks {WEIGHTS}, which it says it has; remove the folder, and"
@@ -303,7 +303,7 @@ class Mirror:
         places: dict[str, list[Tensor]] = {}
         try:
             for step in steps:
-                for name, numbers in mapped_tensors(self._folder.path / step).items():
+                for name, numbers in _mapped_tensors(self._folder.path / step).items():
                     places.setdefault(name, []).append(numbers.long())
         except FileNotFoundError:  # the follower keeps those of the last versions only
             return None

@@ -282,9 +282,10 @@ def kernel_piece(piece: Piece, bits: Tensor | None) -> _cpu.Piece:
 
 def kernel_pieces(pieces: Iterable[Piece], parts: Mapping[str, Part] | None) -> list[_cpu.Piece]:
     """Return pieces as the compiled kernels take them, with the bits that parts hold, if given."""
-    if parts is None:
-        return [kernel_piece(piece, None) for piece in pieces]
-    return [kernel_piece(piece, parts[piece.name].gathered(piece)) for piece in pieces]
+    return [
+        kernel_piece(piece, None if parts is None else parts[piece.name].gathered(piece))
+        for piece in pieces
+    ]
 
 
 def held(pieces: Iterable[_cpu.Piece]) -> list[Tensor]:

@@ -83,7 +83,7 @@ class Update:
 
 
 @dataclass
-class Untold:
+class _Untold:
     """What a subscriber has done since it told of a version.
 
     Attributes
@@ -186,7 +186,7 @@ class Subscriber:
         self._store = store_at(store)
         self._kept = Kept(tensors, checked_flag(partial, "partial"), only)
         self._inverse: Inverse | None = None
-        self._untold, self._moves = Untold(), 0
+        self._untold, self._moves = _Untold(), 0
 
     @property
     def tensors(self) -> MutableMapping[str, Tensor]:
@@ -321,7 +321,7 @@ class Subscriber:
         """Return what was done since the last time, also before an error that interrupted it."""
         done, version = self._untold, self.version
         assert version is not None, "a step was written"
-        self._untold = Untold(version)
+        self._untold = _Untold(version)
         steps = None if done.base is None else done.steps
         return Update(done.base, version, done.bytes, done.changed, self, steps, self._moves)
 
