@@ -155,9 +155,9 @@ def prepare_read(target: Target, read: Sequence[Chunk], since: Version | None = 
         target if module else tensors,
         parts,
         [one for one in found if one.chunk.code != "removed" and not one.chunk.new],
+        {alias: name for alias, name in ties.items() if alias in after},
         _gone={name: one for name, one in tensors.items() if after.get(name) is not one},
         _added={name: one for name, one in after.items() if tensors.get(name) is not one},
-        _ties={alias: name for alias, name in ties.items() if alias in after},
         _copies=copies,
     )
 

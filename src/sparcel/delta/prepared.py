@@ -52,10 +52,10 @@ class Prepared:
     _target: Target = field(repr=False)
     _parts: Mapping[str, Part] = field(repr=False)
     _found: list[Found] = field(repr=False)
-    _gone: Mapping[str, Tensor] = field(repr=False)
-    _added: Mapping[str, Tensor] = field(repr=False)
     _ties: Mapping[str, str] = field(repr=False)
-    _copies: Mapping[str, str] = field(repr=False)
+    _gone: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    _added: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    _copies: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Names of tensors that the version ties to others, but that the module keeps as copies."""
     _kept: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _state: str = field(default="prepared", repr=False)

@@ -146,10 +146,7 @@ def prepare_slices(target: Sliced, chunks: list[Chunk], version: Version) -> Pre
         target,
         parts,
         found,
-        _gone={},
-        _added={},
-        _ties={alias: name for alias, name in ties.items() if alias in parts},
-        _copies={},
+        {alias: name for alias, name in ties.items() if alias in parts},
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparcel._checks import checked_flag
 from sparcel.delta.chunk import Version
 from sparcel.delta.decoding import Change
-from sparcel.delta.index import Entry, Index, read_index
+from sparcel.delta.index import Entry, read_index
 from sparcel.delta.kept import Kept, Step
 from sparcel.delta.parts import tensors_of, version_of
 from sparcel.delta.pieces import Only
@@ -253,22 +253,18 @@ class Subscriber:
 
     def _way(self, to: int | None, without: set[str], why: FormatError | None) -> list[Entry]:
         """Return the way to a version; if there is none, also say why a file was passed by."""
-        index = self._index()
-        try:
-            return index.way(self.version, to, without)
-        except VersionError as error:
-            if why is not None:
-                error.add_note(str(why))
-            raise
-
-    def _index(self) -> Index:
         index = read_index(self._store)
         if self.version is not None and index.newest is None:
             raise VersionError(
                 f"the weights are version {self.version}, but {self._store} has no versions any"
                 " more: its index has vanished; bring it back, or publish anew and reload()"
             )
-        return index
+        try:
+            return index.way(self.version, to, without)
+        except VersionError as error:
+            if why is not None:
+                error.add_note(str(why))
+            raise
 
     def reload(self) -> Update | None:
         """Begin anew with a whole model, whatever the weights are now."""
