@@ -87,7 +87,9 @@ class Workers(AbstractContextManager["Workers"]):
             raise InputError(f"a node runs at least 1 rank, got ranks_per_node={ranks_per_node}")
         self._network, self._ranks_per_node = network, ranks_per_node
         self._events: queue.SimpleQueue[Line | Ended] = queue.SimpleQueue()
-        self._pmi = _pmi_server(network, ranks_per_node) if mpi else None
+        # On loopback all ranks are on one machine, where MPI needs no network.
+        nodes = 1 if network.link is None else network.nodes
+        self._pmi = PmiServer(nodes, network.nodes * ranks_per_node // nodes) if mpi else None
         self._grace: threading.Timer | None = None
         self._closed = False
         self.processes: list[subprocess.Popen[str]] = []
@@ -238,12 +240,6 @@ class Workers(AbstractContextManager["Workers"]):
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _pmi_server(network: Network, ranks_per_node: int) -> PmiServer:
-    if network.link is None:  # all ranks are on one machine, where MPI needs no network
-        return PmiServer(1, network.nodes * ranks_per_node)
-    return PmiServer(network.nodes, ranks_per_node)
 
 
 _KEPT_LINES = 60
