@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 from sparcel._checks import check_type
 from sparcel.errors import InputError, checked_name, warn_on_rank_0
@@ -92,43 +92,27 @@ class Settings(TypedDict, total=False):
     wire: str | None
 
 
-class Method(NamedTuple):
-    """A scheme by name.
-
-    Attributes
-    ----------
-    make
-        Makes it of settings.
-    on_nodes
-        Whether it takes ``ranks_per_node``, and has no use where every rank is a node.
-    sends_all
-        Whether it selects nothing, and so takes no density.
-    """
-
-    make: Callable[..., Scheme]
-    on_nodes: bool = False
-    sends_all: bool = False
-
-
-METHODS: dict[str, Method] = {
-    "bidirectional": Method(Bidirectional),
-    "dense": Method(Dense, sends_all=True),
-    "topk": Method(TopK),
-    "auto": Method(Auto),
-    "gtopk": Method(GTopK),
-    "oktopk": Method(OkTopK),
-    "scalecom": Method(ScaleCom),
-    "hitopk": Method(hitopk, on_nodes=True),
-    "torus2d": Method(torus2d, on_nodes=True, sends_all=True),
-    "sparcml": Method(SparCML),
-    "mstopk": Method(mstopk),
-    "dgc": Method(dgc),
+SCHEMES: dict[str, Callable[..., Scheme]] = {
+    "bidirectional": Bidirectional,
+    "dense": Dense,
+    "topk": TopK,
+    "auto": Auto,
+    "gtopk": GTopK,
+    "oktopk": OkTopK,
+    "scalecom": ScaleCom,
+    "hitopk": hitopk,
+    "torus2d": torus2d,
+    "sparcml": SparCML,
+    "mstopk": mstopk,
+    "dgc": dgc,
 }
-"""All schemes; those that most people need come first."""
+"""All schemes, by name; those that most people need come first."""
 
-SCHEMES = {name: method.make for name, method in METHODS.items()}
-ON_NODES = tuple(name for name, method in METHODS.items() if method.on_nodes)
-SEND_ALL = tuple(name for name, method in METHODS.items() if method.sends_all)
+ON_NODES = ("hitopk", "torus2d")
+"""Those that take ``ranks_per_node``, and have no use where every rank is a node."""
+
+SEND_ALL = ("dense", "torus2d")
+"""Those that select nothing, and so take no density."""
 
 DEFAULT = "bidirectional"
 """The scheme where none is named."""
