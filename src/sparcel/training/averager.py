@@ -20,15 +20,7 @@ from sparcel.side_stream import refuse_capture
 from sparcel.training.ahead import Ahead, Arrange, in_order
 from sparcel.training.handle import Handle
 from sparcel.training.layout import end_to_end
-from sparcel.training.policy import (
-    Policy,
-    Scope,
-    check_gradient,
-    check_gradients,
-    check_vector,
-    stays_dense,
-    treat,
-)
+from sparcel.training.policy import Policy, Scope, check_vector, stays_dense, treat
 from sparcel.training.ranks import (
     Carrier,
     Ranks,
@@ -194,7 +186,7 @@ class Averager:
             On all ranks, when the exchange fails; the memory is as it was before.
         """
         treatment = self._session.treatment
-        check_gradients(gradients, treatment)
+        treatment.check_gradients(gradients)
         if self._session.step is not None:
             raise InputError("tensors are queued already; finish() that step before average()")
         updates: dict[str, Tensor] = {}
@@ -249,7 +241,7 @@ class Averager:
 
     def queue_rows(self, name: str, gradient: Tensor) -> None:
         """Queue the exchange of a sparse gradient (COO, one sparse dimension), as `queue` does."""
-        check_gradient(name, gradient, self._session.treatment)
+        self._session.treatment.check_gradient(name, gradient)
         self._open().queue_rows(name, gradient)
 
     def finish(self, decide: Callable[[bool], bool] | None = None) -> dict[str, Tensor]:

@@ -16,8 +16,9 @@ from sparcel.comm import Communicator
 from sparcel.device import read
 from sparcel.errors import InputError, warn
 from sparcel.training.layout import Layout, Position, fits
-from sparcel.training.ranks import Ranks, Shard
-from sparcel.training.residuals import FLUSH_STEPS, Residuals
+from sparcel.training.ranks import Shard
+from sparcel.training.residuals import FLUSH_STEPS
+from sparcel.training.transaction import Session
 
 _COMMON = ("steps", "world_size", "filter", "flush")
 _LAYOUT = "layout."
@@ -43,19 +44,16 @@ _NAMED_FAULTS = 3
 """How many faults of a state a warning names."""
 
 
-def collect(
-    residuals: Residuals, tensors: Mapping[str, Tensor], ranks: Ranks, saved_by: int
-) -> dict[str, Tensor]:
+def collect(session: Session, saved_by: int | None) -> dict[str, Tensor]:
     """Return copies of what this rank remembers, with room for what it inherits.
 
     The keys depend on nothing but the ranks' numbers: a rank that owes nothing has zeros.
-    ``tensors`` are those that schemes with memory make sparse, here and below.
     """
-    kinds, saved_by = residuals.owed_kinds, checked_whole(saved_by, "saved_by", at_least=1)
-    rank, shard = ranks.comm.rank, ranks.shard
-    state = _common(residuals, tensors if shard is None else {}, saved_by)
-    for old_rank in range(rank, saved_by, ranks.comm.size):
-        for name, tensor in tensors.items():
+    residuals, comm, shard = session.residuals, session.ranks.comm, session.ranks.shard
+    saved_by = comm.size if saved_by is None else checked_whole(saved_by, "saved_by", at_least=1)
+    kinds, rank, state = residuals.owed_kinds, comm.rank, _common(session, saved_by)
+    for old_rank in range(rank, saved_by, comm.size):
+        for name, tensor in session.treatment.eligible.items():
             dtype = residuals.dtype_of(tensor)
             parts = residuals.of(name) if old_rank == rank else {}
             for kind in kinds:
@@ -67,17 +65,16 @@ def collect(
     return state
 
 
-def gather(
-    residuals: Residuals, tensors: Mapping[str, Tensor], comm: Communicator
-) -> dict[str, Tensor]:
+def gather(session: Session) -> dict[str, Tensor]:
     """Return what all ranks remember on rank 0, on the CPU, and nothing elsewhere.
 
     All ranks call, inside a job. Ranks send a copy of one tensor at a time, and what arrives
     becomes part of the result.
     """
-    state = _common(residuals, tensors, comm.size) if comm.rank == 0 else {}
+    residuals, comm = session.residuals, session.ranks.comm
+    state = _common(session, comm.size) if comm.rank == 0 else {}
     others = range(1, comm.size) if comm.rank == 0 else ()
-    for name, tensor in tensors.items():
+    for name, tensor in session.treatment.eligible.items():
         dtype = residuals.dtype_of(tensor)
         for kind in residuals.owed_kinds:
             part = residuals.of(name).get(kind, tensor.new_empty(0, dtype=dtype))
@@ -93,19 +90,14 @@ def gather(
     return state
 
 
-def load(
-    state: Mapping[str, Tensor],
-    residuals: Residuals,
-    tensors: Mapping[str, Tensor],
-    ranks: Ranks,
-    strict: bool,
-) -> None:
+def load(state: Mapping[str, Tensor], session: Session, strict: bool) -> None:
     """Let the residuals go on from a state: sums over the inherited ranks, by name.
 
     What is owed is the average of the ranks' memory, so that is what stays. The state may be that
     of another scheme. A scheme without memory flushes what it owes. All is checked first, and
     nothing changes if it is refused.
     """
+    residuals, tensors, ranks = session.residuals, session.treatment.eligible, session.ranks
     rank, size = ranks.comm.rank, ranks.comm.size
     saved = _checked(state, tensors, size, ranks.shard)
     inherited, faults = range(rank, saved.ranks, size), saved.faults
@@ -115,7 +107,7 @@ def load(
     share = size / saved.ranks  # updates are averages, over more or fewer ranks than before
     factors = {"memory": share / saved.filter, "velocity": share}
     entries = [entry for entry in entries if entry.name in owing]
-    loaded = _sums(entries, residuals, tensors, factors, size)
+    loaded = _sums(entries, session, factors)
     if not residuals.kinds and any("velocity" in parts for parts in loaded.values()):
         faults.append(_SUMS_OF_VELOCITIES)
         loaded = {}
@@ -137,20 +129,17 @@ def load(
 
 
 def _sums(
-    entries: Sequence[_Entry],
-    residuals: Residuals,
-    tensors: Mapping[str, Tensor],
-    factors: Mapping[str, float],
-    ranks: int,
+    entries: Sequence[_Entry], session: Session, factors: Mapping[str, float]
 ) -> dict[str, dict[str, Tensor]]:
     """Return by name what this rank takes over: sums, times a factor, in the dtype of its memory.
 
-    All are finite, also when so many ranks add them up with velocities and gradients like them.
+    All are finite, also when all ranks add them up with velocities and gradients like them.
     """
+    ranks = session.ranks.comm.size
     sums: dict[str, dict[str, Tensor]] = {}
     for kind, _, name, part, _ in entries:
-        like, parts = tensors[name], sums.setdefault(name, {})
-        part = part.to(like.device, residuals.dtype_of(like), copy=kind not in parts)
+        like, parts = session.treatment.tensors[name], sums.setdefault(name, {})
+        part = part.to(like.device, session.residuals.dtype_of(like), copy=kind not in parts)
         parts[kind] = parts[kind].add_(part) if kind in parts else part
     for name, parts in sums.items():
         for kind, total in parts.items():
@@ -169,16 +158,14 @@ def _sums(
     return sums
 
 
-def _common(
-    residuals: Residuals, tensors: Mapping[str, Tensor], saved_by: int
-) -> dict[str, Tensor]:
-    """Return the entries that are the same on all ranks.
+def _common(session: Session, saved_by: int) -> dict[str, Tensor]:
+    """Return the entries that are the same on all ranks: not the places of shards in vectors.
 
-    ``tensors`` are those whose places in vectors are the same, too. ``flush`` says in how many
-    steps a scheme without memory would flush what the state owes; 0 says that no rank owes
-    anything.
+    ``flush`` says in how many steps a scheme without memory would flush what the state owes; 0 says
+    that no rank owes anything.
     """
-    owes = bool(residuals.owed_kinds)
+    residuals = session.residuals
+    owes, placed = bool(residuals.owed_kinds), session.ranks.shard is None
     state = {
         "steps": torch.tensor(residuals.steps),
         "world_size": torch.tensor(saved_by),
@@ -187,7 +174,7 @@ def _common(
     if owes:  # in 0.1.0 ScaleCom's β, 1 since; distributed checkpoints load what is asked for alone
         state["filter"] = torch.tensor(1.0, dtype=torch.float64)
     layout = residuals.layout() if residuals.kinds else {}
-    for name in tensors if owes else ():
+    for name in session.treatment.eligible if owes and placed else ():
         state[_LAYOUT + name] = torch.tensor(layout.get(name, Position(-1, 0, 0)))
     return state
 

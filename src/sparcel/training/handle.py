@@ -205,9 +205,7 @@ class Handle:
             tensors, r is the number of a replica, and what it remembers is a DTensor, sharded as
             the parameter is; places in vectors are left out.
         """
-        session, ranks = self._session, self._session.ranks
-        saved_by = ranks.comm.size if saved_by is None else saved_by
-        return checkpoint.collect(session.residuals, session.treatment.eligible, ranks, saved_by)
+        return checkpoint.collect(self._session, saved_by)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return on rank 0 what all ranks remember; all ranks call, between two steps.
@@ -235,10 +233,7 @@ class Handle:
                 "no rank has room for the memory of a model that is sharded; save state_dict() by"
                 " torch.distributed.checkpoint, which loads it on other numbers of ranks too"
             )
-        return comm.call(
-            Call.of("full_state_dict", {}),
-            lambda: checkpoint.gather(session.residuals, session.treatment.eligible, comm),
-        )
+        return comm.call(Call.of("full_state_dict", {}), lambda: checkpoint.gather(session))
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Go on from what `state_dict` or `full_state_dict` returned, on any number of ranks.
@@ -275,11 +270,9 @@ class Handle:
         loading, as without sparcel. Thresholds and boundaries that were reused
         (``threshold="reuse"``, ``selector="reuse"``) are estimated anew.
         """
-        session = self._session
-        if session.step is not None:
+        if self._session.step is not None:
             raise InputError("tensors are queued; finish() that step before load_state_dict()")
-        tensors = session.treatment.eligible
-        checkpoint.load(state, session.residuals, tensors, session.ranks, strict)
+        checkpoint.load(state, self._session, strict)
 
     def meet(self) -> None:
         """Wait until all ranks have called; raise `CommunicationError` if one cannot."""

@@ -102,7 +102,7 @@ class Treatment:
         if any(stop > start for (_, stop), (start, _) in pairwise(ordered)):
             raise InputError(f"places of tensors must not overlap, got {dict(places)}")
         for name, (start, stop) in places.items():
-            self.check_known(name)
+            self._check_known(name)
             elements = self.tensors[name].numel()
             if not (start >= 0 and stop - start == elements and stop <= size):
                 raise InputError(
@@ -110,7 +110,33 @@ class Treatment:
                     f" vector of {size}"
                 )
 
-    def check_known(self, name: str) -> None:
+    def check_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Raise `InputError` unless the gradients are like the tensors that they are to update."""
+        check_type(gradients, Mapping, "gradients")
+        if gradients.keys() != self.tensors.keys():
+            missing = sorted(self.tensors.keys() - gradients.keys())
+            unknown = sorted(gradients.keys() - self.tensors.keys())
+            raise InputError(
+                f"gradients must have the names of the averager's tensors; missing {missing},"
+                f" unknown {unknown}; give zeros for a tensor that was not used"
+            )
+        for name, gradient in gradients.items():
+            self.check_gradient(name, gradient)
+
+    def check_gradient(self, name: str, gradient: Tensor) -> None:
+        """Raise `InputError` unless a gradient is like the tensor that it is to update."""
+        self._check_known(name)
+        check_type(gradient, Tensor, f"the gradient {name!r}")
+        tensor = self.tensors[name]
+        expected = tensor.shape, tensor.dtype, tensor.device, name in self.rows
+        found = gradient.shape, gradient.dtype, gradient.device, gradient.is_sparse
+        if found != expected:
+            raise InputError(
+                f"the gradient {name!r} must be {_described(*expected)}, got {_described(*found)};"
+                " name sparse gradients in rows="
+            )
+
+    def _check_known(self, name: str) -> None:
         """Raise `InputError` unless the averager was made for a tensor of that name."""
         if name not in self.tensors:
             raise InputError(f"the averager was not made for a tensor named {name!r}")
@@ -222,35 +248,6 @@ def check_vector(vector: Tensor, places: Mapping[str, Range], device: torch.devi
         raise InputError(
             f"a vector of tensors must be one-dimensional and contiguous, got shape"
             f" {tuple(vector.shape)}, strides {vector.stride()}; flatten it first"
-        )
-
-
-def check_gradients(gradients: Mapping[str, Tensor], treatment: Treatment) -> None:
-    """Raise `InputError` unless the gradients are like the tensors that they are to update."""
-    check_type(gradients, Mapping, "gradients")
-    tensors = treatment.tensors
-    if gradients.keys() != tensors.keys():
-        missing = sorted(tensors.keys() - gradients.keys())
-        unknown = sorted(gradients.keys() - tensors.keys())
-        raise InputError(
-            f"gradients must have the names of the averager's tensors; missing {missing}, unknown"
-            f" {unknown}; give zeros for a tensor that was not used"
-        )
-    for name, gradient in gradients.items():
-        check_gradient(name, gradient, treatment)
-
-
-def check_gradient(name: str, gradient: Tensor, treatment: Treatment) -> None:
-    """Raise `InputError` unless a gradient is like the tensor that it is to update."""
-    treatment.check_known(name)
-    check_type(gradient, Tensor, f"the gradient {name!r}")
-    tensor = treatment.tensors[name]
-    expected = tensor.shape, tensor.dtype, tensor.device, name in treatment.rows
-    found = gradient.shape, gradient.dtype, gradient.device, gradient.is_sparse
-    if found != expected:
-        raise InputError(
-            f"the gradient {name!r} must be {_described(*expected)}, got {_described(*found)};"
-            " name sparse gradients in rows="
         )
 
 
