@@ -100,7 +100,7 @@ def residuals_of(handle: sparcel.Handle, rank: int, kind: str = "rank") -> dict[
 
 def count_buckets(handle: sparcel.Handle, counts: list[int]) -> None:
     """Append the number of buckets of each step to ``counts``, at the end of the step."""
-    comm, account = handle._session.ranks.comm, handle._session.tally.count
+    comm, account = handle._session.ranks.comm, handle._session.count
     submit, jobs = comm.submit, [0]
     others = 2 if handle._session.treatment.scope == "model" else 1
 
@@ -113,7 +113,7 @@ def count_buckets(handle: sparcel.Handle, counts: list[int]) -> None:
         jobs[0] = 0
         account(*arguments)
 
-    comm.submit, handle._session.tally.count = submit_and_count, account_and_count
+    comm.submit, handle._session.count = submit_and_count, account_and_count
 
 
 def train(

@@ -68,14 +68,14 @@ def ends_of_steps(comm: Communicator, wrap: dict[str, Any]) -> list[tuple[str, i
     named = dict(ddp.module.named_parameters())
     raw: dict[str, Tensor] = {}
     events: list[str] = []
-    account = handle._session.tally.count
+    account = handle._session.count
 
     def account_and_look(*arguments: Any) -> None:
         account(*arguments)
         untouched = all(torch.equal(p.grad, raw[name]) for name, p in named.items())
         events.append("before DDP went on" if untouched else "after")
 
-    handle._session.tally.count = account_and_look
+    handle._session.count = account_and_look
     seen = []
     for step in range(3):
         ddp.zero_grad()

@@ -4,11 +4,10 @@ from sparcel.schemes.costs import Costs
 from sparcel.training.ahead import Ahead
 from sparcel.training.averager import Averager
 from sparcel.training.driver import Follower
-from sparcel.training.handle import Handle
+from sparcel.training.handle import Handle, Stats
 from sparcel.training.policy import Policy, Scope, stays_dense
 from sparcel.training.ranks import Carrier, Shard
 from sparcel.training.schedule import Phase, Schedule
-from sparcel.training.stats import Stats
 
 __all__ = [
     "Ahead",

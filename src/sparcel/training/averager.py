@@ -273,7 +273,7 @@ class Averager:
         agreed = decide is None or decide(step.finite)
         if step.finite and agreed:
             step.commit()
-        session.tally.count(step.costs, step.finite and agreed)
+        session.count(step.costs, step.finite and agreed)
         return step.rows
 
     def connect(self, comm: Communicator, steps: int) -> None:

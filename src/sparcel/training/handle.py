@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Unpack
 
 import torch
@@ -15,10 +16,19 @@ from sparcel.cost import default_rates
 from sparcel.device import read
 from sparcel.errors import CommunicationError, InputError
 from sparcel.regions import RETURNED
-from sparcel.schemes import Bidirectional, Scheme, Settings, chosen_scheme
+from sparcel.schemes import Bidirectional, Costs, Scheme, Settings, chosen_scheme
 from sparcel.training import checkpoint
-from sparcel.training.stats import Stats
 from sparcel.training.transaction import Session
+
+_AMOUNTS = (
+    "messages_sent",
+    "bytes_sent",
+    "bytes_received",
+    "dense_bytes",
+    "select_seconds",
+    "communicate_seconds",
+)
+_RATIOS = ("compression", "density_before", "density_after")
 
 
 class Handle:
@@ -31,8 +41,8 @@ class Handle:
         self._session = session
 
     def __repr__(self) -> str:
-        session, tally = self._session, self._session.tally
-        costs, last, flush = tally.total, tally.last, session.residuals.flush
+        session = self._session
+        costs, last, flush = session.total, session.last, session.residuals.flush
         sent = ""
         if costs.bytes_sent:
             mean = costs.bytes_sent / costs.steps / 1e6
@@ -88,12 +98,12 @@ class Handle:
 
     def stats(self) -> Stats:
         """Return what the steps have cost so far; the counts are this rank's."""
-        session, tally = self._session, self._session.tally
+        session = self._session
         return Stats(
-            **vars(tally.total),
+            **vars(session.total),
             training_steps=session.residuals.steps,
-            void_steps=tally.void_steps,
-            last=tally.last,
+            void_steps=session.void_steps,
+            last=session.last,
             rates=(session.ranks.comm.rates or default_rates()).description,
         )
 
@@ -120,7 +130,7 @@ class Handle:
         """
         sums = [torch.linalg.vector_norm(part, 1) for part in self._memories()]
         waiting = sum(read(torch.stack(sums)).tolist()) if sums else 0.0
-        taken = self._session.tally.taken
+        taken = self._session.taken
         if waiting == 0:
             return 0.0
         return waiting / taken if taken > 0 else math.nan
@@ -294,3 +304,54 @@ def check_switch(before: Scheme, after: Scheme) -> None:
             f" {after.momentum:g}: memory is a sum of velocities or of gradients, and the"
             " optimiser's momentum has to fit; switch between schemes of the same momentum"
         )
+
+
+@dataclass
+class Stats(Costs):
+    """What the steps since the exchange was made have cost on this rank, and the last of them.
+
+    Attributes
+    ----------
+    training_steps
+        How many steps of the training took effect, those before a checkpoint included.
+    void_steps
+        How many of ``steps`` had no effect, because some rank's gradient held NaN or Inf.
+    last
+        What the last step has cost.
+    rates
+        What ``"auto"`` takes the cluster to be good for: measured, read or assumed.
+
+    The others are those of `Costs`, so that ``bytes_sent / steps`` is the mean of a step.
+    """
+
+    training_steps: int = 0
+    void_steps: int = 0
+    last: Costs = field(default_factory=Costs)
+    rates: str = ""
+
+    def as_dict(self) -> dict[str, float]:
+        """Return all numbers, flat and by names that stay the same, for loggers.
+
+        Returns
+        -------
+        dict
+            ``sparcel/steps``, ``sparcel/training_steps`` and ``sparcel/void_steps``. The amounts
+            ``messages_sent``, ``bytes_sent``, ``bytes_received``, ``dense_bytes``,
+            ``select_seconds`` and ``communicate_seconds``, each in total, as the mean of a step and
+            of the last step: ``sparcel/total/bytes_sent``, ``sparcel/mean/bytes_sent``,
+            ``sparcel/last/bytes_sent``. The ratios ``compression``, ``density_before`` and
+            ``density_after``, each in total and of the last step.
+        """
+        numbers: dict[str, float] = {
+            "steps": self.steps,
+            "training_steps": self.training_steps,
+            "void_steps": self.void_steps,
+        }
+        for name in _AMOUNTS:
+            numbers[f"total/{name}"] = getattr(self, name)
+            numbers[f"mean/{name}"] = getattr(self, name) / max(1, self.steps)
+            numbers[f"last/{name}"] = getattr(self.last, name)
+        for name in _RATIOS:
+            numbers[f"total/{name}"] = getattr(self, name)
+            numbers[f"last/{name}"] = getattr(self.last, name)
+        return {f"sparcel/{name}": float(number) for name, number in numbers.items()}

@@ -26,7 +26,6 @@ from sparcel.training.layout import Arrangement, copy_pieces, joined, zeros_in
 from sparcel.training.policy import Treatment
 from sparcel.training.ranks import Ranks
 from sparcel.training.residuals import Residuals
-from sparcel.training.stats import Tally
 from sparcel.wire import Wire
 
 
@@ -44,8 +43,10 @@ class Session:
         How each tensor is exchanged, which a switch of the scheme changes, and what is kept back.
     step
         The step that is being queued, if one is.
-    tally
-        What the steps have cost.
+    total, last, void_steps
+        What all steps have cost, what the last one has, and how many had no effect.
+    taken
+        The magnitude that the last effective step took out of memory.
     ahead
         What tells where the memory would bring the parameters, if a driver has asked for it.
     closed
@@ -62,10 +63,21 @@ class Session:
     treatment: Treatment
     residuals: Residuals
     step: Transaction | None = None
-    tally: Tally = field(default_factory=Tally)
+    total: Costs = field(default_factory=Costs)
+    last: Costs = field(default_factory=Costs)
+    void_steps: int = 0
+    taken: float = 0.0
     ahead: Ahead | None = None
     closed: bool = False
     undo: ExitStack = field(default_factory=ExitStack)
+
+    def count(self, step: Costs, effective: bool) -> None:
+        """Add what a step has cost that ended."""
+        self.total, self.last = self.total + step, step
+        if effective:
+            self.taken = float(step.magnitude)
+        else:
+            self.void_steps += 1
 
     def close(self) -> None:
         """Exchange nothing more, and undo what the driver has done."""
