@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
 from operator import attrgetter
@@ -34,6 +34,9 @@ from sparcel.schemes.costs import Outcome
 from sparcel.schemes.step import Plan, Request, Step, named
 from sparcel.selectors import Selector, selector
 from sparcel.stream import WRITTEN, SparseStream
+
+STATE_HINT = "give what state_dict() of such a scheme returned"
+"""How an error about a state ends."""
 
 
 @dataclass(eq=False)
@@ -286,11 +289,29 @@ class Scheme(ABC):
         """
         check_type(state, Mapping, "state", STATE_HINT)
         self._check_state(state)
-        self.restore(owed_in(state))
+        self.restore(_owed_in(state))
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise `InputError` unless the scheme can go on from a state."""
-        check_memory(state, repr(self), self.remembers)
+        checked_filter(state.get("beta", 1.0), "the state's 'beta'", STATE_HINT)
+        for key in ("steps", "memory"):
+            if key not in state:
+                raise InputError(f"the state has no {key!r}; {STATE_HINT}")
+        checked_whole(state["steps"], "the state's 'steps'", at_least=0, hint=STATE_HINT)
+        sizes = {}
+        for key in ("memory", "velocity"):
+            if state.get(key) is not None:
+                _check_part(state[key], f"the state's {key!r}")
+                sizes[key] = state[key].numel()
+        if sizes and not self.remembers:
+            raise InputError(
+                f"the state has a {next(iter(sizes))!r}, which {self!r} would drop; load it for a"
+                " scheme with memory, or into an Averager, which pays what is owed"
+            )
+        if sizes.get("velocity", sizes.get("memory")) != sizes.get("memory"):
+            raise InputError(
+                f"the state's 'velocity' must be as long as its memory, got {sizes}; {STATE_HINT}"
+            )
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a state that was checked already."""
@@ -350,37 +371,7 @@ def _settings_of(kind: type[Scheme]) -> Callable[[Scheme], object]:
     return attrgetter("__class__", *(one.name for one in fields(kind) if one.repr))
 
 
-STATE_HINT = "give what state_dict() of such a scheme returned"
-"""How an error about a state ends."""
-
-
-def check_memory(state: Mapping[str, Any], scheme: str, remembers: Sequence[str]) -> None:
-    """Raise `InputError` unless a scheme can go on from the steps, memory and velocity of a state.
-
-    ``remembers`` are the names of what the scheme keeps.
-    """
-    checked_filter(state.get("beta", 1.0), "the state's 'beta'", STATE_HINT)
-    for key in ("steps", "memory"):
-        if key not in state:
-            raise InputError(f"the state has no {key!r}; {STATE_HINT}")
-    checked_whole(state["steps"], "the state's 'steps'", at_least=0, hint=STATE_HINT)
-    sizes = {}
-    for key in ("memory", "velocity"):
-        if state.get(key) is not None:
-            _check_part(state[key], f"the state's {key!r}")
-            sizes[key] = state[key].numel()
-    if sizes and not remembers:
-        raise InputError(
-            f"the state has a {next(iter(sizes))!r}, which {scheme} would drop; load it for a"
-            " scheme with memory, or into an Averager, which pays what is owed"
-        )
-    if sizes.get("velocity", sizes.get("memory")) != sizes.get("memory"):
-        raise InputError(
-            f"the state's 'velocity' must be as long as its memory, got {sizes}; {STATE_HINT}"
-        )
-
-
-def owed_in(state: Mapping[str, Any]) -> Mapping[str, Any]:
+def _owed_in(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a state whose memory is what is owed; in 0.1.0 it was that times ScaleCom's β."""
     beta, memory = float(state.get("beta", 1.0)), state.get("memory")
     if memory is None or beta == 1:
