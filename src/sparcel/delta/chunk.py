@@ -56,6 +56,10 @@ class Version:
         return "{} ({})".format(*self.stated())
 
 
+NOTHING = Version(0, 0)
+"""The version without tensors, which is the base of whole models in chunks."""
+
+
 @dataclass(frozen=True)
 class Chunk:
     """What a chunk says.

@@ -255,12 +255,14 @@ class IndexWriter:
 
     Attributes
     ----------
+    store
+        Where the index is.
     index
         As this publisher has read or written it last.
     """
 
     def __init__(self, store: Store, writer: str, lag: int) -> None:
-        self._store, self._writer, self._lag = store, writer, lag
+        self.store, self._writer, self._lag = store, writer, lag
         self._ended = self._proven = False
         self._left: set[str] = set()
         self.index = self._read()
@@ -288,7 +290,7 @@ class IndexWriter:
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> int:
         """Write a file, and return its length."""
         with self._telling_of_others():
-            return self._store.write(name, parts)
+            return self.store.write(name, parts)
 
     def prove(self, name: str, version: Version) -> None:
         """Look at a file of the first version that is published, before it is committed.
@@ -302,15 +304,15 @@ class IndexWriter:
             return
         with self._telling_of_others():
             try:
-                if isinstance(self._store, Folder):
-                    found = File(self._store.mapped(name), name).version()
+                if isinstance(self.store, Folder):
+                    found = File(self.store.mapped(name), name).version()
                     if found != version:
                         raise FormatError(f"it holds {found}")
                 elif name not in self._listed(name):
                     raise FileNotFoundError(name)
             except (OSError, FormatError) as error:
                 raise InputError(
-                    f"{self._store} does not hold {name} as it was written just now: {error};"
+                    f"{self.store} does not hold {name} as it was written just now: {error};"
                     " all ranks and subscribers need the same place"
                 ) from error
         self._proven = True
@@ -321,7 +323,7 @@ class IndexWriter:
         try:
             yield
         except (FileNotFoundError, InputError) as error:
-            there = index_in(self._store)
+            there = index_in(self.store)
             if there.newest and there.writer != self._writer and there != self.index:
                 raise self._other(there) from error
             raise
@@ -341,16 +343,16 @@ class IndexWriter:
         if dropped:
             self._replace(kept)
         for name in dropped | self._left - kept.names:
-            self._store.remove(name)
+            self.store.remove(name)
         self._left, self._ended = set(), True
 
     def _replace(self, index: Index) -> None:
         index = index.by(self._writer)
-        with self._store.alone(), self._telling_of_others():
-            self._check(index_in(self._store))
-            write_index(self._store, index)
-            if not self.index.entries and index_in(self._store) != index:
-                raise InputError(f"{self._store} does not hold {INDEX} as it was written just now")
+        with self.store.alone(), self._telling_of_others():
+            self._check(index_in(self.store))
+            write_index(self.store, index)
+            if not self.index.entries and index_in(self.store) != index:
+                raise InputError(f"{self.store} does not hold {INDEX} as it was written just now")
         self.index = index
 
     def _ours(self, what: int | str = 0) -> set[str]:
@@ -361,14 +363,14 @@ class IndexWriter:
     def _listed(self, *known: str) -> list[str]:
         """Return the names of all files, or those known where they cannot be listed."""
         with suppress(InputError):
-            return self._store.names()
+            return self.store.names()
         return list(known)
 
     def _read(self) -> Index:
-        index = index_in(self._store)
+        index = index_in(self.store)
         if index == Index() and self._ours("delta"):
             raise VersionError(
-                f"{self._store} holds deltas, but not the {INDEX} that lists them; restore it from"
+                f"{self.store} holds deltas, but not the {INDEX} that lists them; restore it from"
                 " a copy, or remove all files to begin anew"
             )
         return index
@@ -379,6 +381,6 @@ class IndexWriter:
 
     def _other(self, there: Index) -> VersionError:
         return VersionError(
-            f"another publisher has written to {self._store}: its newest version is {there.newest};"
+            f"another publisher has written to {self.store}: its newest version is {there.newest};"
             " a store has one publisher at a time"
         )

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from sparcel.delta.applying import check_together, check_writable, made_by, prepare_read
 from sparcel.delta.bits import bits_of
-from sparcel.delta.chunk import Chunk, Version, read_chunk
+from sparcel.delta.chunk import NOTHING, Chunk, Version, read_chunk
 from sparcel.delta.files import File
 from sparcel.delta.index import Entry
 from sparcel.delta.parts import (
@@ -108,7 +108,7 @@ def read_whole(files: Sequence[File], version: Version) -> dict[str, Tensor]:
     if files[0].whole:
         tensors = {name: tensor for file in files for name, tensor in file.tensors().items()}
     else:
-        chunks = read_chunks(files, Version(0, 0), version)
+        chunks = read_chunks(files, NOTHING, version)
         with _failing_as_file(files):
             prepare_read(tensors, chunks).apply()
     found = version_of(tensors, version.number)

@@ -15,7 +15,7 @@ from sparcel._checks import check_callable, checked_flag, checked_whole
 from sparcel.comm import Communicator
 from sparcel.delta.base import Cast, copied, followed, remembered, served
 from sparcel.delta.bits import signed
-from sparcel.delta.chunk import Chunk, Version, read_chunk
+from sparcel.delta.chunk import NOTHING, Chunk, Version, read_chunk
 from sparcel.delta.encoding import CODES, encode_parts
 from sparcel.delta.files import NOTHING_TO_PUBLISH, File, anchor_file, check_storable, delta_file
 from sparcel.delta.index import Entry, Index, IndexWriter, file_name
@@ -25,9 +25,6 @@ from sparcel.errors import FormatError, InputError, VersionError, checked_name, 
 from sparcel.stores import Store, mapped, store_at
 
 T = TypeVar("T")
-
-NOTHING = Version(0, 0)
-"""The version without tensors, which is the base of whole models in chunks."""
 
 
 @dataclass(frozen=True)
@@ -217,8 +214,7 @@ class Publisher(PublisherBase):
                 " makes new ones; leave one of them out"
             )
         super().__init__(store, code, anchor_every, lag, cast, apart)
-        self._store, self._bracketed = store_at(store), bracketed
-        self._file = None if base is None else Path(base)
+        self._bracketed, self._file = bracketed, None if base is None else Path(base)
         self._resume()
 
     def publish(self, weights: Weights, number: int | None = None) -> Version:
@@ -298,7 +294,7 @@ class Publisher(PublisherBase):
         """Publish a delta from an anchor to the version, unless the anchor is damaged."""
         name = before.names[0]  # others follow where ranks wrote chunks, which are no tensors
         try:
-            old = parts_of(File(mapped(self._store, name), name).tensors())
+            old = parts_of(File(mapped(self._index_writer.store, name), name).tensors())
         except (FormatError, OSError):
             return
         merged = self._coded(parts, old, before.version, version.number)
@@ -318,7 +314,7 @@ class Publisher(PublisherBase):
         self.version = self._based = self._index.newest if self._bracketed else None
         if self._index.newest is None or self._bracketed:
             return
-        reader = Subscriber(self._store)
+        reader = Subscriber(self._index_writer.store)
         try:
             reader.update()
         except (FormatError, VersionError):

@@ -13,11 +13,11 @@ from torch import Tensor
 from sparcel.comm import ALL_CONTROL, Communicator, Group, resolve
 from sparcel.delta.base import Cast, copied, followed
 from sparcel.delta.bits import key_of, signed
-from sparcel.delta.chunk import Chunk, Version, read_chunk
+from sparcel.delta.chunk import NOTHING, Chunk, Version, read_chunk
 from sparcel.delta.files import NOTHING_TO_PUBLISH
 from sparcel.delta.parts import Part, Weights, owners, ties_of
 from sparcel.delta.pieces import Piece
-from sparcel.delta.publisher import NOTHING, Coded, PublisherBase
+from sparcel.delta.publisher import Coded, PublisherBase
 from sparcel.errors import InputError, MismatchError, shown
 from sparcel.stores import Store
 

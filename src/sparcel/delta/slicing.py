@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparcel._threads import in_order
 from sparcel.delta.applying import check_together, check_writable
-from sparcel.delta.chunk import Chunk, Version, read_chunk
+from sparcel.delta.chunk import NOTHING, Chunk, Version, read_chunk
 from sparcel.delta.decoding import Found, found_in, looked_up, told_of
 from sparcel.delta.files import File
 from sparcel.delta.parts import Part, Sliced, owners, parts_of, sum_of_piece
@@ -72,7 +72,7 @@ def _of_chunks(files: list[File], only: Only, version: Version) -> tuple[Sliced,
     read, seen = Sliced({}, only), list[Chunk]()
     there: dict[str, Tensor] = {}
     for file in files:
-        for chunk in chunks_of(file, only, Version(0, 0), version):
+        for chunk in chunks_of(file, only, NOTHING, version):
             seen.append(replace(chunk, streams=b""))
             if any(piece.name in only for piece in chunk.pieces):
                 for piece, _, bits in found_in(chunk, None).pieces():
