@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from sparcel import _cpu, api
 from sparcel.collectives.doubling import plain_sum
@@ -217,24 +218,24 @@ class Scd(Trainer):
         self.values[:count] = coordinates[self.columns]
         self.values[count:] = intercepts
 
+    @override  # equal on all ranks
     def fitted(self, everywhere: bool = True) -> tuple[Coordinates, None]:
-        """See `Trainer.fitted`; every rank has the model."""
         count = len(self.columns)
         # Without an intercept there is no last row, and the sum of none is 0.
         intercepts = self.values[count:].sum(axis=0, dtype=np.float64)
         return Coordinates(self.columns, self.values[:count], intercepts, self._dimensions), None
 
+    @override
     def forget_rows(self) -> None:
-        """See `Trainer.forget_rows`."""
         del self._rows
         _cpu.drop_kept()  # buffers, also those of messages
 
+    @override  # equal on all ranks
     def state(self) -> dict[str, Array]:
-        """See `Trainer.state`; equal on all ranks."""
         return {"values": self.values.copy(), "losses": np.array(self.losses)}
 
+    @override
     def restore(self, state: Mapping[str, Array]) -> None:
-        """See `Trainer.restore`."""
         state = {name: broadcast(state.get(name), self._comm) for name in ("values", "losses")}
         state["values"] = state["values"].reshape(-1, self.values.shape[1])
         if state["values"].shape != self.values.shape:

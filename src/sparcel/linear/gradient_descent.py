@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from typing_extensions import override
 
 from sparcel import _cpu
 from sparcel.comm import Communicator
@@ -176,26 +177,26 @@ class Sgd(Trainer):
         """Mean loss of this epoch's rows so far."""
         return self._loss_sum / self._weight_sum if self._weight_sum else float("nan")
 
+    @override
     def fitted(self, everywhere: bool = True) -> tuple[Coordinates, WholeModel]:
-        """See `Trainer.fitted`."""
         whole = self.model.whole(everywhere)
         return whole.coordinates(), whole
 
+    @override
     def forget_rows(self) -> None:
-        """See `Trainer.forget_rows`."""
         self.batches.clear()  # the model has the same list
         _cpu.drop_kept()  # buffers, also those of messages
 
+    @override
     def state(self) -> dict[str, Array]:
-        """See `Trainer.state`."""
         return {
             **self.model.state(),
             "progress": np.array([self.epochs, self._sizes.size, self._sizes.last_loss]),
             "losses": np.array(self.losses),
         }
 
+    @override
     def restore(self, state: Mapping[str, Array]) -> None:
-        """See `Trainer.restore`."""
         given = {
             name: state[name].tolist() for name in (*ONCE, "progress", "losses") if name in state
         }
