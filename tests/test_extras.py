@@ -37,6 +37,9 @@ EXTRAS_OF = {
 }
 """The extras that each room's modules may import from; other rooms need torch and numpy alone."""
 
+REQUIRED = {"torch", "numpy", "typing_extensions"}
+"""What is always there, because sparcel or torch requires it."""
+
 BROUGHT_ALONG = {
     "integrations": {
         "lightning",
@@ -71,7 +74,7 @@ def imported(room: str) -> set[str]:
 
 def test_rooms_import_packages_of_their_own_extras_only() -> None:
     for room in {path.stem for path in PACKAGE.iterdir()}:
-        packages = imported(room) - {*sys.stdlib_module_names, "sparcel", "torch", "numpy"}
+        packages = imported(room) - {*sys.stdlib_module_names, "sparcel", *REQUIRED}
         installed = set().union(*(modules_of(extra) for extra in EXTRAS_OF.get(room, ())))
         assert packages <= installed | BROUGHT_ALONG.get(room, set()), room
 
