@@ -16,7 +16,7 @@ from sparcel._checks import check_type, checked_number, checked_whole
 from sparcel.comm import Group, digest, ranks_with_other
 from sparcel.errors import InputError, MismatchError, checked_name, warn
 from sparcel.outer.driver import Outer, Poison
-from sparcel.outer.island import Copies, Follower, Ranks, Shards
+from sparcel.outer.island import Follower, Ranks
 from sparcel.outer.islands import Elastic, Fixed
 from sparcel.outer.method import Method, Pace, chosen_method
 from sparcel.outer.model import Model, unwrapped
@@ -105,28 +105,27 @@ def attach(
     watched = _watched(model, optimizer, buffers)
     least = checked_whole(least, "least", 1)
     patience = checked_number(patience, "patience", above=0)
-    ranks = Ranks.of(model, watched)
-    if islands is None and (ranks.copies or ranks.shard):
+    ranks = Ranks(model, watched)
+    if islands is None and ranks.several:
         raise InputError(
             "the ranks that train this model together are one island; say where islands meet:"
             ' islands=mesh["replicate"], or a place'
         )
     shared = Shared(watched, replace(chosen, momentum=0.0) if ranks.follows else chosen)
-    copies = Copies(ranks.copies, shared)
     if ranks.follows:
-        return Follower(copies, shared)
+        return Follower(ranks, shared)
     settings = {"every": every, "method": chosen, "buffers": buffers, "poison": poison}
     try:
         pace = Pace(every, len(shared.fragments), chosen.overlap)
-        shards = Shards(ranks.shards, shared.device)
-        joined = _islands_at(islands, patience, settings, shared, least, shards)
+        ranks.connect(shared)
+        joined = _islands_at(islands, patience, settings, shared, least, ranks)
         averager = _averager(chosen, shared, islands if joined is None else joined.comm, ranks)
         if joined is None:
             _check_group(settings, averager)
-        place = joined or Fixed(averager.comm, shards)
-        outer = Outer(shared, averager, place, chosen, pace, poison, copies, shards, ranks.shard)
+        place = joined or Fixed(averager.comm, ranks)
+        outer = Outer(shared, averager, place, chosen, pace, poison, ranks)
     except BaseException:
-        copies.fail()
+        ranks.fail()
         raise
     outer.start(unwrapped(model)[-1])
     return outer
@@ -171,7 +170,7 @@ def _islands_at(
     settings: Mapping[str, object],
     shared: Shared,
     least: int,
-    shards: Shards,
+    ranks: Ranks,
 ) -> Elastic | None:
     """Return the islands that come and go at a place, or None if it is a group."""
     if (meeting := meeting_at(place, patience)) is None:
@@ -180,12 +179,12 @@ def _islands_at(
     named = {**settings, "rounding of the processor": vectors}
     tensors = shared.by_name().items()
     lines = [f"{name} {list(one.shape)}" for name, one in tensors]
-    if shards.size > 1:
-        lines.append(f"ranks of an island: {shards.size}")
+    if ranks.size > 1:
+        lines.append(f"ranks of an island: {ranks.size}")
     layout = "\n".join(lines)
     facts = {name: f"{value}" for name, value in named.items()}
     facts["layout"] = f"{digest(layout, 128):032x}"
-    return Elastic(meeting, facts, layout, least, patience, shared, shards)
+    return Elastic(meeting, facts, layout, least, patience, shared, ranks)
 
 
 def _check_group(settings: Mapping[str, object], averager: Averager) -> None:

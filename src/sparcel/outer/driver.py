@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from sparcel.comm import Job, SimulatedCommunicator
 from sparcel.errors import CommunicationError, MismatchError, few, warn
-from sparcel.outer.island import Copies, Shards
+from sparcel.outer.island import Ranks
 from sparcel.outer.islands import Elastic, Fixed, Islands
 from sparcel.outer.method import Method, Pace, Weights
 from sparcel.outer.shared import Shared, checked, copied, of_rank
 from sparcel.outer.vectors import Moments, Vector
-from sparcel.training import Averager, Shard, Stats
+from sparcel.training import Averager, Stats
 
 Poison = Literal["leave out", "void"]
 """What becomes of an outer step if an island's pseudo-gradient holds NaN or Inf."""
@@ -54,13 +54,10 @@ class Outer:
         method: Method,
         pace: Pace,
         poison: Poison,
-        copies: Copies,
-        shards: Shards,
-        shard: Shard | None,
+        ranks: Ranks,
     ) -> None:
         self._shared, self._averager, self._islands = shared, averager, islands
-        self._method, self._pace, self._poison = method, pace, poison
-        self._copies, self._shards, self._shard = copies, shards, shard
+        self._method, self._pace, self._poison, self._ranks = method, pace, poison, ranks
         self.steps, self.optimizer = 0, shared.optimizer
         self._clock = 0
         """How many inner steps have been done, by which outer steps are due."""
@@ -85,7 +82,7 @@ class Outer:
         self._weight = 0.0
         self._worker = ThreadPoolExecutor(1, "sparcel-outer")
         self._undo = ExitStack()
-        for end in (averager.handle.close, shards.close, islands.close, self._worker.shutdown):
+        for end in (averager.handle.close, ranks.close, islands.close, self._worker.shutdown):
             self._undo.callback(end)
         if islands.joined:
             self._received()
@@ -144,10 +141,10 @@ class Outer:
         try:
             if self._under_way is not None and self._clock >= self._ends:
                 self._go_on()
-            if self._under_way is None and (self._is_due() or self._is_awaited()):
+            if self._under_way is None and self._is_due():
                 self._begin()
         except BaseException:
-            self._copies.fail()
+            self._ranks.fail()
             self._islands.fail()
             raise
         self._lead()
@@ -155,7 +152,7 @@ class Outer:
     def _lead(self) -> None:
         """Tell ranks that hold the same as this one what has changed since the last call."""
         changed, anew = self._changed, self._anew
-        self._copies.lead(self.steps, self.islands, changed, anew, self._averaged)
+        self._ranks.lead(self.steps, self.islands, changed, anew, self._averaged)
         self._changed, self._anew, self._averaged = False, False, []
 
     def _go_on(self) -> None:
@@ -205,7 +202,7 @@ class Outer:
         if not isinstance(self._islands, Fixed):
             memory = of_rank(memory, 0, 1)
         return {
-            **copied(self._entries(outcome).items(), self._shard),
+            **copied(self._entries(outcome).items(), self._ranks.shard),
             **{f"{_AVERAGER}{name}": tensor for name, tensor in memory.items()},
         }
 
@@ -242,7 +239,7 @@ class Outer:
         InputError
             When an entry is missing or does not fit.
         """
-        found = checked(state, self._entries(), self._shard)
+        found = checked(state, self._entries(), self._ranks.shard)
         comm, numbers = self._averager.comm, {name: int(found[name]) for name in self._numbers()}
         memory = {
             name.removeprefix(_AVERAGER): tensor
@@ -287,13 +284,11 @@ class Outer:
         return self.steps % len(self._shared.fragments)
 
     def _is_due(self) -> bool:
+        """Tell whether an outer step is due, also because others wait for one who has just come."""
         is_due = self._pace.is_due(self._clock, self.steps)
-        # The ranks of an island count the same steps, and not the same seconds.
-        return bool(self._shards.tell(is_due)) if self._pace.goes_by_time else is_due
-
-    def _is_awaited(self) -> bool:
-        """Tell whether others wait for this island, which has come between two of their steps."""
-        return self._visiting and self._islands.is_awaited()
+        if self._pace.goes_by_time:  # an island's ranks count the same steps, not the same seconds
+            is_due = bool(self._ranks.tell(is_due))
+        return is_due or (self._visiting and self._islands.is_awaited())
 
     def _begin(self) -> None:
         self._move()
@@ -315,7 +310,7 @@ class Outer:
         model.look()
         self._weight = self._weights.move(self._turn)
         self._spoilt = [name for one in self._fragment for name in one.move(model.parameters)]
-        self._finite = self._shards.all(not self._spoilt)
+        self._finite = self._ranks.all(not self._spoilt)
         every, done = self._method.moments, self.steps // len(self._shared.fragments)
         if every and done % every == 0:
             self._moments.move(self._fragment, model.moments(), every * self._clock / (done + 1))
@@ -426,7 +421,7 @@ class Outer:
 
     def _digest(self, vectors: Sequence[Vector]) -> int:
         """Return what sums up shared values on all ranks of this island."""
-        parts = self._shards.gather(self._shared.digest(vectors))
+        parts = self._ranks.gather(self._shared.digest(vectors))
         return sum(part * (2 * rank + 1) for rank, part in enumerate(parts)) % (1 << 62)
 
     def _catch_up(self) -> None:

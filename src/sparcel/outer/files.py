@@ -43,7 +43,7 @@ _COUNTED = re.compile(rb"(-?\d{1,19}) [0-9a-f]{32}")
 _FIRST_PAUSE, _MOST_PAUSE = 0.05, 0.5
 """How long to wait before a request that has failed is made again: at first, and at most."""
 
-LAST_ERRORS = (
+FINAL_ERRORS = (
     FileNotFoundError,
     FileExistsError,
     PermissionError,
@@ -53,7 +53,7 @@ LAST_ERRORS = (
 """Errors that do not pass."""
 
 
-class Patient:
+class Retrying:
     """A store whose requests are made again when they fail.
 
     Parameters
@@ -94,7 +94,7 @@ class Patient:
         while True:
             try:
                 return request()
-            except LAST_ERRORS:
+            except FINAL_ERRORS:
                 raise
             except OSError:
                 if time.monotonic() - begin > self._seconds:
@@ -125,7 +125,7 @@ def looks(least: float, seconds: float, wake: threading.Event | None = None) -> 
         wake.wait(min(max(least, _WAITED_SHARE * waited), _MOST_SECONDS, seconds - waited))
 
 
-def created(place: Patient, name: str, parts: Sequence[bytes | memoryview]) -> bool:
+def created(place: Retrying, name: str, parts: Sequence[bytes | memoryview]) -> bool:
     """Create a file that nobody else writes alike; return whether it was not there.
 
     A request may have been repeated because its answer got lost, so what is there may be this one.
@@ -191,8 +191,8 @@ class BucketStore(Store):
         probe = _ROOT + uuid4().hex
         if not isinstance(found, ExclusiveStore):
             raise InputError(f"{type(found).__name__} cannot be a bucket: it has no create()")
-        self.found, self.place = found, Patient(found, seconds)
-        self.messages = Patient(passing(found), seconds)
+        self.found, self.place = found, Retrying(found, seconds)
+        self.messages = Retrying(passing(found), seconds)
         try:
             self.place.create(probe, [b"1"])
             if self.place.create(probe, [b"2"]):

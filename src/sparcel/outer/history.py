@@ -273,8 +273,9 @@ class History:
         if latest <= (self._closed + 3) * BLOCK:
             return
         numbers = range(self._closed * BLOCK + 1, (self._closed + 1) * BLOCK + 1)
-        commits = yield from self._summed_up(self._closed - 1)
-        commits = {key: commits[key] for key in [max(commits, key=int)]}
+        before = yield from self._summed_up(self._closed - 1)
+        last = max(before, key=int)
+        commits = {last: before[last]}
         for number in numbers:
             if (yield Read(f"{number}.outcome")) == COMMIT:
                 quorum = yield from self.quorum(number)

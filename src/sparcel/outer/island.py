@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.distributed.tensor import Placement, Replicate
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from sparcel.comm import ALL_CONTROL
+from sparcel.comm import ALL_CONTROL, Communicator
 from sparcel.errors import CommunicationError
 from sparcel.fsdp import checked_mesh, group_of_ranks
 from sparcel.memory import wide_dtype
@@ -30,101 +29,56 @@ _MOST_BYTES = 1 << 20
 """How long a message to the ranks of an island may be."""
 
 
-@dataclass(frozen=True)
 class Ranks:
     """The ranks of an island, as this one sees them.
 
+    Of those that hold the same, as in DDP, the first exchanges, and the others follow: see `lead`.
+    If the model is sharded, those that exchange do it each with its own shard, and the first of
+    them tells the others what to do.
+
     Attributes
     ----------
-    copies
-        Those that hold the same as this one, of which the first exchanges; None for one alone.
-    shards
-        Of those that exchange, all that hold shards of the model; None for one alone.
     shard
         Which shard this rank holds, if the model is sharded.
+    rank, size
+        Of those that exchange, which this one is, and how many there are.
+
+    Raises
+    ------
+    InputError
+        When parameters are on ranks that are in no common mesh.
     """
 
-    copies: dist.ProcessGroup | None = None
-    shards: dist.ProcessGroup | None = None
-    shard: Shard | None = None
+    def __init__(self, module: Module, model: Model) -> None:
+        self._model = model
+        self._copies, self._shards, self.shard = _found(module, model)
+        self._comm: Communicator | None = None
+        self.rank, self.size = 0, 1
+
+    @property
+    def several(self) -> bool:
+        """Whether several ranks train the model."""
+        return self._copies is not None or self.shard is not None
 
     @property
     def follows(self) -> bool:
         """Whether another rank exchanges for this one."""
-        return self.copies is not None and self.copies.rank() > 0
+        return self._copies is not None and self._copies.rank() > 0
 
-    @classmethod
-    def of(cls, module: Module, model: Model) -> Ranks:
-        """Find the ranks that train a model together: by DDP, by its shards, or by both.
-
-        Raises
-        ------
-        InputError
-            When parameters are on ranks that are in no common mesh.
-        """
-        for one in unwrapped(module):
-            if isinstance(one, DistributedDataParallel):
-                return cls(one.process_group if one.process_group.size() > 1 else None)
-        if not model.whole:
-            return cls()
-        mesh = checked_mesh(model.whole)
-        placed = {
-            name: dict(zip(_dimensions(one.device_mesh), one.placements, strict=True))
-            for name, one in model.whole.items()
-        }
-        same = {  # of each dimension, the parameters that are the same along it
-            key: [name for name, where in placed.items() if _is_copied(where.get(key))]
-            for number, key in enumerate(_dimensions(mesh))
-            if mesh.size(number) > 1
-        }
-        copies = next((key for key, names in same.items() if len(names) == len(placed)), None)
-        copied = {name for key, names in same.items() if key != copies for name in names}
-        copied |= model.parameters.keys() - model.whole.keys()
-        group: dist.ProcessGroup | None = None
-        ranks = mesh.mesh
-        if copies is not None:
-            dimension = _dimensions(mesh).index(copies)
-            group, ranks = mesh.get_group(dimension), ranks.select(dimension, 0)
-            if group.rank() > 0:
-                return cls(group)
-        numbers = sorted(ranks.flatten().tolist())
-        shard = Shard(numbers.index(dist.get_rank()), model.whole, frozenset(copied))
-        if len(numbers) == 1:
-            return cls(group, None, shard)
-        return cls(group, group_of_ranks(numbers, mesh.get_group(0), mesh.device_type), shard)
-
-
-def _dimensions(mesh: DeviceMesh) -> tuple[object, ...]:
-    return mesh.mesh_dim_names or tuple(range(mesh.ndim))
-
-
-def _is_copied(placement: Placement | None) -> bool:
-    return placement is None or isinstance(placement, Replicate)
-
-
-class Shards:
-    """The ranks of an island each of which exchanges its own shard; the first leads.
-
-    Parameters
-    ----------
-    group
-        These ranks; None for one alone.
-    device
-        Where the shards are.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._comm = None if group is None else connected(group, device, "host")[0]
-        self.rank = 0 if self._comm is None else self._comm.rank
-        self.size = 1 if self._comm is None else self._comm.size
+    def connect(self, shared: Shared) -> None:
+        """Connect those that exchange, given what islands share, of which all have a copy."""
+        self._shared = shared
+        if self._shards is not None:
+            self._comm = connected(self._shards, shared.device, "host")[0]
+            self.rank, self.size = self._comm.rank, self._comm.size
 
     def gather(self, number: int) -> list[int]:
-        """Return the number (64-bit) that each rank gives."""
+        """Return the number (64-bit) that each rank that exchanges gives."""
         comm = self._comm
         return [number] if comm is None else comm.run(lambda: comm.gather_numbers(number))
 
     def all(self, flag: bool) -> bool:
-        """Return whether a flag is set on all ranks."""
+        """Return whether a flag is set on all of these ranks."""
         return all(self.gather(int(flag)))
 
     def tell(self, told: object) -> Any:
@@ -144,21 +98,6 @@ class Shards:
         if self._comm is not None:
             self._comm.close()
 
-
-class Copies:
-    """Ranks that hold the same, of which the first exchanges and the others follow.
-
-    Parameters
-    ----------
-    group
-        These ranks; None for one alone.
-    shared
-        What islands share, of which the others have a copy.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, shared: Shared) -> None:
-        self._group, self._shared = group, shared
-
     def lead(
         self, steps: int, islands: int, changed: bool, anew: bool, averaged: Collection[str]
     ) -> None:
@@ -177,11 +116,11 @@ class Copies:
         averaged
             The parameters whose second moments have become averages.
         """
-        self._share(steps, islands, changed, anew, averaged=averaged)
+        self._share([steps, islands, changed, anew, len(averaged)], averaged)
 
     def fail(self) -> None:
         """Tell the others that an outer step has failed."""
-        self._share(_FAILED, 0, False, False)
+        self._share([_FAILED, 0, 0, 0, 0])
 
     def follow(self) -> tuple[int, int, bool]:
         """Learn from the first rank what it tells by `lead`, and take over what has changed.
@@ -191,28 +130,26 @@ class Copies:
         CommunicationError
             When the first rank has failed.
         """
-        steps, islands, _, anew, _ = self._share(0, 0, False, False)
+        steps, islands, _, anew, _ = self._share([0] * 5)
         if steps == _FAILED:
             raise CommunicationError(
                 "the first rank of this island could not exchange; its own output tells why"
             )
         return steps, islands, bool(anew)
 
-    def _share(self, *told: int, averaged: Collection[str] = ()) -> list[int]:
-        if self._group is None:
-            return [*told, len(averaged)]
-        model = self._shared.model
-        numbers = torch.tensor(
-            [*told, len(averaged)], device=next(iter(model.parameters.values())).device
-        )
-        dist.broadcast(numbers, group=self._group, group_src=0)
+    def _share(self, told: list[int], averaged: Collection[str] = ()) -> list[int]:
+        if self._copies is None:
+            return told
+        model = self._model
+        numbers = torch.tensor(told, device=next(iter(model.parameters.values())).device)
+        dist.broadcast(numbers, group=self._copies, group_src=0)
         found: list[int] = numbers.tolist()
         if found[2]:
             model.look()
             shared = (vector.shared for vector in self._shared.vectors)
             for tensor in (*model.parameters.values(), *model.buffers.values(), *shared):
                 wide = tensor.to(wide_dtype(tensor.dtype))  # a copy may be on one rank only
-                dist.broadcast(wide, group=self._group, group_src=0)
+                dist.broadcast(wide, group=self._copies, group_src=0)
                 tensor.copy_(wide)
             model.settle()
         if found[-1]:
@@ -221,19 +158,68 @@ class Copies:
 
     def _share_moments(self, averaged: Collection[str]) -> None:
         """Take over the first rank's second moments; a rank may keep those of some tensors only."""
-        model = self._shared.model
+        model = self._model
         own, parameters = model.moments(), model.parameters.items()
         device = next(iter(model.parameters.values())).device
         flags = torch.tensor([name in averaged for name, _ in parameters], device=device).int()
-        dist.broadcast(flags, group=self._group, group_src=0)
+        dist.broadcast(flags, group=self._copies, group_src=0)
         for (name, parameter), flag in zip(parameters, flags.tolist(), strict=True):
             if flag:
                 wide = torch.zeros_like(parameter, dtype=wide_dtype(parameter.dtype))
                 if name in own:
                     wide.copy_(own[name].kept)
-                dist.broadcast(wide, group=self._group, group_src=0)
+                dist.broadcast(wide, group=self._copies, group_src=0)
                 if name in own:
                     own[name].kept.copy_(wide)
+
+
+_Groups = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, Shard | None]
+
+
+def _found(module: Module, model: Model) -> _Groups:
+    """Find the ranks that train a model together: by DDP, by its shards, or by both.
+
+    Return the group of those that hold the same as this one, that of all which exchange shards,
+    each None for one alone, and which shard this rank holds.
+    """
+    for one in unwrapped(module):
+        if isinstance(one, DistributedDataParallel):
+            return one.process_group if one.process_group.size() > 1 else None, None, None
+    if not model.whole:
+        return None, None, None
+    mesh = checked_mesh(model.whole)
+    placed = {
+        name: dict(zip(_dimensions(one.device_mesh), one.placements, strict=True))
+        for name, one in model.whole.items()
+    }
+    same = {  # of each dimension, the parameters that are the same along it
+        key: [name for name, where in placed.items() if _is_copied(where.get(key))]
+        for number, key in enumerate(_dimensions(mesh))
+        if mesh.size(number) > 1
+    }
+    copies = next((key for key, names in same.items() if len(names) == len(placed)), None)
+    copied = {name for key, names in same.items() if key != copies for name in names}
+    copied |= model.parameters.keys() - model.whole.keys()
+    group: dist.ProcessGroup | None = None
+    ranks = mesh.mesh
+    if copies is not None:
+        dimension = _dimensions(mesh).index(copies)
+        group, ranks = mesh.get_group(dimension), ranks.select(dimension, 0)
+        if group.rank() > 0:
+            return group, None, None
+    numbers = sorted(ranks.flatten().tolist())
+    shard = Shard(numbers.index(dist.get_rank()), model.whole, frozenset(copied))
+    if len(numbers) == 1:
+        return group, None, shard
+    return group, group_of_ranks(numbers, mesh.get_group(0), mesh.device_type), shard
+
+
+def _dimensions(mesh: DeviceMesh) -> tuple[object, ...]:
+    return mesh.mesh_dim_names or tuple(range(mesh.ndim))
+
+
+def _is_copied(placement: Placement | None) -> bool:
+    return placement is None or isinstance(placement, Replicate)
 
 
 class Follower:
@@ -247,8 +233,9 @@ class Follower:
         One whose learning rate may be changed as that of `Outer`; the first rank's counts.
     """
 
-    def __init__(self, copies: Copies, shared: Shared) -> None:
-        self._copies, self._shared, self.optimizer = copies, shared, shared.optimizer
+    def __init__(self, ranks: Ranks, shared: Shared) -> None:
+        ranks.connect(shared)
+        self._ranks, self._shared, self.optimizer = ranks, shared, shared.optimizer
         self.advance()
         self._end = shared.model.after_steps(self.advance)
 
@@ -260,7 +247,7 @@ class Follower:
     @torch.no_grad()
     def advance(self) -> None:
         """Follow the first rank; optimisers call it after each step."""
-        self.steps, self.islands, anew = self._copies.follow()
+        self.steps, self.islands, anew = self._ranks.follow()
         if anew:
             self._shared.model.forget_spoilt()
 

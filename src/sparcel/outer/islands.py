@@ -28,7 +28,7 @@ from sparcel.outer.history import (
     Signs,
     Wait,
 )
-from sparcel.outer.island import Shards
+from sparcel.outer.island import Ranks
 from sparcel.outer.places import Beats, Place
 from sparcel.outer.protocol import LONGEST, Protocol
 from sparcel.outer.shared import Shared
@@ -56,8 +56,8 @@ class Fixed:
     joined = False
     senior = 0
 
-    def __init__(self, comm: Communicator, shards: Shards) -> None:
-        self.comm, self._shards = comm, shards
+    def __init__(self, comm: Communicator, ranks: Ranks) -> None:
+        self.comm, self._ranks = comm, ranks
 
     def meet(self) -> bool:
         """See `Elastic.meet`."""
@@ -65,7 +65,7 @@ class Fixed:
 
     def decide(self, held: bool, finite: bool) -> tuple[bool, bool]:
         """See `Elastic.decide`."""
-        return held, self._shards.all(finite)
+        return held, self._ranks.all(finite)
 
     def committed(self, clock: int) -> None:
         """See `Elastic.committed`."""
@@ -99,8 +99,8 @@ class Elastic:
         As `Protocol` has them.
     shared
         What islands share.
-    shards
-        The ranks of this island.
+    ranks
+        Those of this island.
 
     Attributes
     ----------
@@ -124,10 +124,10 @@ class Elastic:
         least: int,
         patience: float,
         shared: Shared,
-        shards: Shards,
+        ranks: Ranks,
     ) -> None:
         self._board, self._connect_at, self._pause = place
-        self._patience, self._shared, self._shards = patience, shared, shards
+        self._patience, self._shared, self._ranks = patience, shared, ranks
         self._protocol = Protocol(f"{uuid4().int >> 65}", facts, layout, least, patience)
         self._connected: list[int] = []
         """The islands whose connections hold, by rank."""
@@ -201,11 +201,11 @@ class Elastic:
 
         A connection that one rank of this island misses is missing.
         """
-        if self._shards.all(error is None):
+        if self._ranks.all(error is None):
             return False
         found = error.__cause__ if error else None
         missed = [*found.peers] if isinstance(found, UnreachedError) else []
-        flags = self._shards.gather(sum(1 << peer for peer in missed if peer < _BITS))
+        flags = self._ranks.gather(sum(1 << peer for peer in missed if peer < _BITS))
         peers = [one for peer, one in enumerate(members) if any(flag >> peer & 1 for flag in flags)]
         why = str(error or "another rank of this island did not reach its peer")
         self._run(self._protocol.decide(False, False, peers, why))
@@ -227,7 +227,7 @@ class Elastic:
                 self.comm.run(lambda: self.comm.gather_numbers(0))
             except CommunicationError:
                 arrived = False
-        flags = self._shards.gather(held | arrived << 1 | finite << 2)
+        flags = self._ranks.gather(held | arrived << 1 | finite << 2)
         held, arrived, finite = (all(flag >> bit & 1 for flag in flags) for bit in range(3))
         took_effect = self._run(self._decide(arrived, held))
         if not took_effect or not arrived:  # connections to the others have ended
@@ -300,7 +300,7 @@ class Elastic:
 
         The other ranks of this island do what concerns their shards.
         """
-        if self._shards.rank:
+        if self._ranks.rank:
             return cast("T", self._follow())
         answer: object = None
         try:
@@ -311,18 +311,18 @@ class Elastic:
         except StopIteration as end:
             result: T = end.value
         except (CommunicationError, MismatchError) as error:
-            self._shards.tell(["failed", str(error)])
+            self._ranks.tell(["failed", str(error)])
             self.fail()
             raise
         self._beat()
         told = {name: getattr(self._protocol, name) for name in _TOLD}
-        self._shards.tell(["ended", result, told])
+        self._ranks.tell(["ended", result, told])
         return result
 
     def _follow(self) -> object:
         """Do what the first rank tells, until its part of the protocol has ended."""
         while True:
-            what, *told = self._shards.tell(None)
+            what, *told = self._ranks.tell(None)
             match what:
                 case "host":
                     self._host(*told)
@@ -340,7 +340,7 @@ class Elastic:
     def _beat(self) -> None:
         """Give signs of life under the number that this island has now, and tell how far it is."""
         me = self._protocol.island
-        if me and self._beats is None and self._shards.rank == 0:
+        if me and self._beats is None and self._ranks.rank == 0:
             self._beats = Beats(self._board, me, self._patience)
             weakref.finalize(self, self._beats.stop.set)
         if self._beats is not None:
@@ -357,7 +357,7 @@ class Elastic:
             case Now():
                 return time.monotonic()
             case Wait(waited):
-                self._shards.tell(["waiting"])  # so that they do not wait for long themselves
+                self._ranks.tell(["waiting"])  # so that they do not wait for long themselves
                 time.sleep(pause_after(waited, self._pause))
             case Gone():
                 lost = self.comm.lost() if self._connected else []
@@ -367,17 +367,17 @@ class Elastic:
             case Host(guest, name):
                 at, steps, state = self._protocol.holds
                 told = name, [self._protocol.island, guest], [at, steps, int(state or "0", 16)]
-                self._shards.tell(["host", *told])
+                self._ranks.tell(["host", *told])
                 self._host(*told)
             case Receive(host, name):
                 pair = [host, self._protocol.island]
-                self._shards.tell(["receive", name, pair])
+                self._ranks.tell(["receive", name, pair])
                 return self._receive(name, pair)
         return None
 
     def _connect(self, name: str, members: list[int], rank: int) -> ConnectedCommunicator:
         """Connect the ranks of some islands that hold the same shard as this one."""
-        return self._connect_at(f"{name}.{self._shards.rank}", members, rank)
+        return self._connect_at(f"{name}.{self._ranks.rank}", members, rank)
 
     def _host(self, name: str, pair: list[int], holds: list[int]) -> None:
         """Begin to send what this rank holds of what is shared, from the first of two islands."""
@@ -403,7 +403,7 @@ class Elastic:
             comm.close()
         except CommunicationError as error:
             failed = str(error)
-        if not self._shards.all(not failed):
+        if not self._ranks.all(not failed):
             return failed or "another rank of this island has not received its shard"
         at, steps, state = told.tolist()
         return at, steps, f"{state:x}"

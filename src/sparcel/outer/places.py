@@ -19,7 +19,7 @@ from sparcel.comm.torch import TorchCommunicator, TorchRendezvous
 from sparcel.errors import CommunicationError, InputError, public_url
 from sparcel.meeting import PORT, Meeting
 from sparcel.outer.bucket import BucketRendezvous
-from sparcel.outer.files import LAST_ERRORS, BucketStore, Patient, passing
+from sparcel.outer.files import FINAL_ERRORS, BucketStore, Retrying, passing
 from sparcel.outer.history import Watches, beat_seconds
 from sparcel.outer.protocol import LONGEST
 from sparcel.stores import ExclusiveStore
@@ -47,7 +47,7 @@ class Board:
     """
 
     def __init__(self, store: ExclusiveStore, seconds: float) -> None:
-        self._store, self._seconds = Patient(store, seconds), seconds
+        self._store, self._seconds = Retrying(store, seconds), seconds
         self._now = passing(store)
 
     def create(self, key: str, text: str) -> str:
@@ -95,7 +95,7 @@ class Board:
             return request()
         except FileNotFoundError:
             raise
-        except LAST_ERRORS as error:
+        except FINAL_ERRORS as error:
             raise CommunicationError(
                 f"the place where islands meet refuses a request: {error!r}"
             ) from error
@@ -153,10 +153,6 @@ class Listener:
         return self._watches.is_silent(island)
 
 
-Connect = Callable[[str, list[int], int], ConnectedCommunicator]
-"""Connects the islands of these numbers, given a name of their own, and the place of this one."""
-
-
 class Place(NamedTuple):
     """Where islands meet.
 
@@ -165,13 +161,14 @@ class Place(NamedTuple):
     board
         What they read and write.
     connect
-        What connects them.
+        What connects the islands of these numbers, given a name of their own, and the place of this
+        one among them.
     pause
         Seconds that pass at most between two looks.
     """
 
     board: Board
-    connect: Connect
+    connect: Callable[[str, list[int], int], ConnectedCommunicator]
     pause: float
 
 
@@ -202,7 +199,7 @@ def _over_links(place: str, patience: float) -> Place:
         raise InputError(f'{public_url(place)!r} is no place to meet; give "tcp://HOST:PORT"')
     meeting = Meeting(host, port, found.path.strip("/") or "run", patience)
     try:
-        Patient(meeting, patience).names()  # it may be about to restart
+        Retrying(meeting, patience).names()  # it may be about to restart
         address = address_of_interface() or address_towards(host)
     except OSError as error:
         raise CommunicationError(
