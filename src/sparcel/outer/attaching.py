@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, TypeAlias, cast
+from uuid import uuid4
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from sparcel.outer.islands import Elastic, Fixed
 from sparcel.outer.method import Method, Pace, chosen_method
 from sparcel.outer.model import Model, unwrapped
 from sparcel.outer.places import meeting_at
+from sparcel.outer.protocol import Protocol
 from sparcel.outer.shared import Shared
 from sparcel.outer.vectors import entry
 from sparcel.schemes import Scheme
@@ -175,16 +177,16 @@ def _islands_at(
     """Return the islands that come and go at a place, or None if it is a group."""
     if (meeting := meeting_at(place, patience)) is None:
         return None
-    vectors = "narrow" if torch.backends.cpu.get_cpu_capability() == "DEFAULT" else "wide"
-    named = {**settings, "rounding of the processor": vectors}
-    tensors = shared.by_name().items()
-    lines = [f"{name} {list(one.shape)}" for name, one in tensors]
+    lines = [f"{name} {list(one.shape)}" for name, one in shared.by_name().items()]
     if ranks.size > 1:
         lines.append(f"ranks of an island: {ranks.size}")
     layout = "\n".join(lines)
-    facts = {name: f"{value}" for name, value in named.items()}
+    facts = {name: f"{value}" for name, value in settings.items()}
+    narrow = torch.backends.cpu.get_cpu_capability() == "DEFAULT"
+    facts["rounding of the processor"] = "narrow" if narrow else "wide"
     facts["layout"] = f"{digest(layout, 128):032x}"
-    return Elastic(meeting, facts, layout, least, patience, shared, ranks)
+    protocol = Protocol(f"{uuid4().int >> 65}", facts, layout, least, patience)
+    return Elastic(meeting, protocol, shared, ranks)
 
 
 def _check_group(settings: Mapping[str, object], averager: Averager) -> None:

@@ -295,7 +295,7 @@ class History:
 
     def _summed_up(self, block: int) -> Run[dict[str, list[int]]]:
         """Return who took part in a block's attempts that took effect, and in the last before."""
-        text = yield Read(f"closed.{block}")
+        text = (yield Read(f"closed.{block}")) if block >= 0 else None
         return dict(json.loads(text)) if text else {"0": []}
 
 

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TypeVar, cast
-from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -95,8 +94,8 @@ class Elastic:
     ----------
     place
         Where they meet.
-    facts, layout, least, patience
-        As `Protocol` has them.
+    protocol
+        This island's part, which has not begun.
     shared
         What islands share.
     ranks
@@ -116,19 +115,9 @@ class Elastic:
         both, too.
     """
 
-    def __init__(
-        self,
-        place: Place,
-        facts: dict[str, str],
-        layout: str,
-        least: int,
-        patience: float,
-        shared: Shared,
-        ranks: Ranks,
-    ) -> None:
-        self._board, self._connect_at, self._pause = place
-        self._patience, self._shared, self._ranks = patience, shared, ranks
-        self._protocol = Protocol(f"{uuid4().int >> 65}", facts, layout, least, patience)
+    def __init__(self, place: Place, protocol: Protocol, shared: Shared, ranks: Ranks) -> None:
+        self._board, self._connect_at, self._pause, self._patience = place
+        self._protocol, self._shared, self._ranks = protocol, shared, ranks
         self._connected: list[int] = []
         """The islands whose connections hold, by rank."""
         self._looked = 0.0

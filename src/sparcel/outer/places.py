@@ -165,11 +165,14 @@ class Place(NamedTuple):
         one among them.
     pause
         Seconds that pass at most between two looks.
+    patience
+        Seconds for which an island is waited for.
     """
 
     board: Board
     connect: Callable[[str, list[int], int], ConnectedCommunicator]
     pause: float
+    patience: float
 
 
 def meeting_at(place: object, patience: float) -> Place | None:
@@ -218,7 +221,7 @@ def _over_links(place: str, patience: float) -> Place:
             TorchRendezvous(store, members, rank, patience, "gloo", on_host, address)
         )
 
-    return Place(Board(meeting, LONGEST * patience), connect, LOOKED_SECONDS)
+    return Place(Board(meeting, LONGEST * patience), connect, LOOKED_SECONDS, patience)
 
 
 def _by_files(place: Bucket | str | os.PathLike[str], patience: float) -> Place:
@@ -230,4 +233,4 @@ def _by_files(place: Bucket | str | os.PathLike[str], patience: float) -> Place:
             BucketRendezvous(kept.under(name), members, rank, patience, listener.is_silent)
         )
 
-    return Place(Board(kept.found, LONGEST * patience), connect, ASKED_SECONDS)
+    return Place(Board(kept.found, LONGEST * patience), connect, ASKED_SECONDS, patience)

@@ -285,13 +285,17 @@ class Protocol:
             return False
         if not held:
             raise forgotten(number)
-        self.at, self.steps = number, self.steps + 1
-        self._members, self._keeps, self._brings, self._heir_of = members, True, [], []
-        self.origin, self._returned = (self.place, self.island, number), False
+        self._hold(number, self.steps + 1, members)
         self._is_new = False
         for one in members:
             self._apart.pop(one, None)
         return True
+
+    def _hold(self, at: int, steps: int, members: list[int]) -> None:
+        """Begin with what was shared after an attempt of these members."""
+        self.at, self.steps, self._members = at, steps, members
+        self.origin = self.place, self.island, at
+        self._keeps, self._returned, self._brings, self._heir_of = True, False, [], []
 
     def _agree(self) -> Run[Quorum | None]:
         """Wait until it is decided who takes part in the next attempt; None as `meet`."""
@@ -509,15 +513,13 @@ class Protocol:
         newest = max(held) if number < self.at and held else (self.at, self.steps)
         for slot, guest in enumerate(came, 1):
             is_behind = (guest.at, guest.steps) < newest or guest.island in behind
-            if guest.island in self._members or not is_behind or slots[guest.island] != slot:
-                continue
-            if self.island in guest.apart:
+            is_former = guest.island in self._members or slots[guest.island] != slot
+            if is_former or not is_behind or self.island in guest.apart:
                 continue
             turns = sorted(one for one in hosts if one not in guest.apart and one != guest.island)
+            is_others = self.at and turns[slot % len(turns)] != self.island
             name = f"{number}.host.{slot}"
-            if self.at and turns[slot % len(turns)] != self.island:
-                continue
-            if guest.island in self._brings or name in self._hosted:
+            if is_others or guest.island in self._brings or name in self._hosted:
                 continue
             if (yield Create(name, f"{self.island}")) == f"{self.island}":
                 if self.at:
@@ -530,12 +532,9 @@ class Protocol:
         if (yield Read(f"heir.{self._key}")) is not None:  # which has what this one has moved
             kept, self._lives = False, self._lives + 1
             yield from self._take_number()
-        self.at, self.steps, self.state, self._keeps = at, steps, state, True
-        self._members, self._brings, self._heir_of, self._mine = [], [], [], None
-        self.origin, self._returned = (self.place, self.island, at), False
-        if at:
-            quorum = yield from self._history.quorum(at)
-            self._members = quorum.members if quorum else []
+        self.state, self._mine = state, None
+        quorum = (yield from self._history.quorum(at)) if at else None
+        self._hold(at, steps, quorum.members if quorum else [])
         return kept
 
     def is_awaited(self) -> Run[bool]:
