@@ -10,6 +10,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
+from sparcel._files import replacing
 from sparcel.cli.delta.places import (
     Checkpoint,
     OldCheckpoint,
@@ -103,7 +104,6 @@ def _check(old: Path, before: Checkpoint, steps: list[_Step]) -> None:
 
 
 def _write(output: Path, before: Checkpoint, steps: list[_Step]) -> int:
-    from sparcel._files import replacing
     from sparcel.delta.files import anchor_file
 
     with writing(output), replacing(output) as file:

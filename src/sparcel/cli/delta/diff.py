@@ -7,11 +7,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
+from sparcel._files import replacing
 from sparcel.cli.delta.places import (
     Checkpoint,
     OldCheckpoint,
@@ -123,11 +124,11 @@ def _found(before: Checkpoint, after: Checkpoint, code: str, output: Path | None
         if output is None:
             written = sum(lengths)
         else:
-            from sparcel._files import replacing
-
+            waiting.seek(0)
+            chunks = (waiting.read(length) for length in lengths)
+            parts = delta_file(chunks, base, version, sizes=lengths)
             with replacing(output) as file:
-                chunks = list(_cut(waiting, lengths))
-                written = sum(file.write(part) for part in delta_file(chunks, base, version))
+                written = sum(map(file.write, parts))
     return _Found(counts, written, base, version)
 
 
@@ -144,18 +145,6 @@ def _changed(chunk: Chunk, before: Mapping[str, Tensor]) -> int:
         old = bits_of(before[change.name].reshape(-1)[change.indices])
         changed += int((old != bits_of(change.values)).sum())
     return changed
-
-
-def _cut(waiting: IO[bytes], lengths: list[int]) -> Iterator[memoryview]:
-    """Yield the chunks that a file holds one after the other, mapped."""
-    import mmap
-
-    waiting.flush()
-    data = memoryview(mmap.mmap(waiting.fileno(), 0, access=mmap.ACCESS_READ))
-    begin = 0
-    for length in lengths:
-        yield data[begin : begin + length]
-        begin += length
 
 
 def _table(found: _Found, before: Checkpoint, after: Checkpoint) -> Table:

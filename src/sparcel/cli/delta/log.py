@@ -12,6 +12,7 @@ from rich import box
 from rich.table import Table
 
 from sparcel import units
+from sparcel._files import replacing
 from sparcel.cli.delta.places import (
     StorePlace,
     age,
@@ -159,7 +160,6 @@ class _Watching:
 
     def _keep(self, file: Path) -> None:
         """Make the file the newest version."""
-        from sparcel._files import replacing
         from sparcel.delta.files import anchor_file
 
         reader = self._subscriber
