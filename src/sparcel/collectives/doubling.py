@@ -28,8 +28,8 @@ def recursive_doubling(
     Let Q be the largest power of two up to P. The P−Q ranks from Q on first fold their streams
     into those of ranks 0 … P−Q−1. They receive the result from the same ranks at the end.
 
-    Words a rank: from 2k·log₂P (identical
-    indices) to 2k(P−1) (disjoint ones), plus the words of the folding.
+    Words a rank: from 2k·log₂P (identical indices) to 2k(P−1) (disjoint ones), plus the words of
+    the folding.
     Source: SparCML, section 5.3.1 (SSAR_Recursive_double) and appendix A.
     """
     total, bound = _fold(stream, wire, op, max_nnz)

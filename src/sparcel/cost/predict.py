@@ -7,7 +7,7 @@ as much to do as any other. `sparcel.cost.formulas` has one for each algorithm.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
@@ -218,7 +218,8 @@ class Counts(NamedTuple):
 
 def count(formula: Formula, problem: Problem, rates: Rates | None = None) -> Counts:
     """Return the expected messages, bytes and rounds; ``rates`` decide what is the fastest."""
-    return _counted(_resolved(formula, problem, rates or default_rates()))
+    terms = _resolved(formula, problem, default_rates() if rates is None else rates)
+    return _counted([term for term in terms if not isinstance(term, Work)])
 
 
 def predict(formula: Formula, problem: Problem, rates: Rates | None = None) -> Prediction:
@@ -236,17 +237,19 @@ def predict(formula: Formula, problem: Problem, rates: Rates | None = None) -> P
     rates = default_rates() if rates is None else rates
     check_type(rates, Rates, "rates")
     phases = dict.fromkeys(("select", "encode", "exchange", "reduce"), 0.0)
-    terms = list(_resolved(formula, problem, rates))
-    for term in terms:
+    traffic = []
+    for term in _resolved(formula, problem, rates):
+        if isinstance(term, Work):
+            phases[KINDS[term.kind].phase] += work_seconds(term, rates)
+            continue
+        traffic.append(term)
         if isinstance(term, Exchange):
             phases["exchange"] += term.rounds * _message_seconds(term, problem, rates)
-        elif isinstance(term, EngineSum):
-            phases["exchange"] += _engine_seconds(term, problem, rates)
         else:
-            phases[KINDS[term.kind].phase] += work_seconds(term, rates)
-    traffic = _counted(terms)
-    volume = round(max(traffic.bytes_sent, traffic.bytes_received))
-    return Prediction(sum(phases.values()), **phases, bytes=volume, rounds=traffic.rounds)
+            phases["exchange"] += _engine_seconds(term, problem, rates)
+    counts = _counted(traffic)
+    volume = round(max(counts.bytes_sent, counts.bytes_received))
+    return Prediction(sum(phases.values()), **phases, bytes=volume, rounds=counts.rounds)
 
 
 def choose(candidates: Mapping[str, Formula], problem: Problem, rates: Rates | None = None) -> str:
@@ -277,15 +280,14 @@ def _resolved(
             yield term
 
 
-def _counted(terms: Iterable[Exchange | EngineSum | Work]) -> Counts:
-    counts = [Counts(0, 0, 0, 0, 0)]
-    for term in terms:
-        if not isinstance(term, Work):
-            ways = term.sent, term.received
-            sent, received = (term.rounds * (nbytes is not None) for nbytes in ways)
-            there, back = (term.rounds * (nbytes or 0) for nbytes in ways)
-            counts.append(Counts(sent, there, received, back, term.rounds))
-    return Counts(*map(sum, zip(*counts, strict=True)))
+def _counted(traffic: Sequence[Exchange | EngineSum]) -> Counts:
+    return Counts(
+        sum(term.rounds for term in traffic if term.sent is not None),
+        sum(term.rounds * (term.sent or 0) for term in traffic),
+        sum(term.rounds for term in traffic if term.received is not None),
+        sum(term.rounds * (term.received or 0) for term in traffic),
+        sum(term.rounds for term in traffic),
+    )
 
 
 def _message_seconds(term: Exchange, problem: Problem, rates: Rates) -> float:
