@@ -43,7 +43,7 @@ def engines(kind: str, folder: str, **settings: Any) -> Iterator[Any]:
         if kind == "stand-in":
             install(patch, "nemo_rl", stand_ins.MODULES)
         ours = fresh(patch, "sparcel.integrations.nemo_rl")
-        patch.setattr("sparcel.integrations._weights._SECONDS", 1e-3)
+        patch.setattr("sparcel.integrations._engines._SECONDS", 1e-3)
         told = {"store": f"{folder}/store", "release_after_refit": False, **settings}
         if kind == "stand-in":
             yield lambda: ours.Engine(bucket_size=BUCKET, **told)

@@ -39,7 +39,7 @@ def engines(kind: str, folder: str, **settings: Any) -> Iterator[New]:
         if kind == "stand-in":
             install(patch, "verl", stand_ins.MODULES)
         fresh(patch, "sparcel.integrations.verl")  # as custom_backend_module does
-        patch.setattr("sparcel.integrations._weights._SECONDS", 1e-3)
+        patch.setattr("sparcel.integrations._engines._SECONDS", 1e-3)
         new = import_module("verl.checkpoint_engine").CheckpointEngineRegistry.new
         told = {"bucket_size": 1 << 20, "store": f"{folder}/store", **settings}
         yield lambda **more: new("sparcel", **told, **more)

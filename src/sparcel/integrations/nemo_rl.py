@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from sparcel.delta import Version
+from sparcel.integrations._engines import Passage
 from sparcel.integrations._framework import needs
-from sparcel.integrations._weights import Passage
 
 with needs("nemo_rl"):
     from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine

@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote
 
 from sparcel.delta import HostSubscriber, Version
 from sparcel.errors import InputError, VersionError, public_url
-from sparcel.integrations._routes import Routes
+from sparcel.integrations._engines import Routes
 
 __all__ = ["Server", "register"]
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from sparcel.delta import ShardedPublisher, Version
 from sparcel.errors import InputError
+from sparcel.integrations._engines import agreed
 from sparcel.integrations._framework import needs
-from sparcel.integrations._ranks import agreed
 
 with needs("skyrl"):
     from skyrl.backends.skyrl_train import weight_sync

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from sparcel.delta import ShardedPublisher, Version
 from sparcel.errors import CommunicationError, InputError
-from sparcel.integrations._ranks import agreed
-from sparcel.integrations._weights import facts_of, on_host
+from sparcel.integrations._engines import agreed, facts_of, on_host
 from sparcel.integrations.sglang import path_of
 
 _UPDATES = "backends.megatron_utils.update_weight"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparcel.delta import Publisher, Version, store_at
 from sparcel.errors import InputError
-from sparcel.integrations._weights import checked_dtype, on_host
+from sparcel.integrations._engines import checked_dtype, on_host
 from sparcel.integrations.vllm import Server
 
 

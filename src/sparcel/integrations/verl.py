@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from sparcel.integrations._engines import Passage, facts_of
 from sparcel.integrations._framework import needs
-from sparcel.integrations._weights import Passage, facts_of
 
 with needs("verl"):
     from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry

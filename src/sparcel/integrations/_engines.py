@@ -1,14 +1,19 @@
-"""Weights that a trainer yields one by one, gathered from all ranks, and their way to engines."""
+"""What engines of deltas share: the way of weights to them, and what ranks and servers are told."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping
+from http.client import HTTPException, IncompleteRead
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from sparcel.delta import (
@@ -23,7 +28,7 @@ from sparcel.delta import (
     store_at,
 )
 from sparcel.delta.index import index_in
-from sparcel.errors import InputError, VersionError
+from sparcel.errors import CommunicationError, InputError, VersionError, public_url, shown
 
 _SECONDS = 0.2
 """How long rollout workers wait before they look into the store again."""
@@ -144,3 +149,64 @@ def on_host(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) ->
         return {name: tensor.to("cpu", copy=True) for name, tensor in coming}
     finally:
         deque(coming, maxlen=0)
+
+
+def agreed(own: object, group: dist.ProcessGroup) -> Any:
+    """Return what rank 0 passes, on all ranks; or raise on all of them if one passes an exception.
+
+    A rank raises its own exception, and the others a `CommunicationError` that tells it.
+    """
+    failed = isinstance(own, Exception)
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, (failed, repr(own) if failed else own), group=group)
+    if isinstance(own, Exception):
+        raise own
+    for rank, (has_failed, what) in enumerate(told):
+        if has_failed:
+            raise CommunicationError(f"rank {rank} failed: {what}")
+    return told[0][1]
+
+
+_MOST_TOLD = 1 << 16
+"""How many bytes are read of what a server says of an error."""
+
+
+class Routes:
+    """Posts to a server.
+
+    Parameters
+    ----------
+    url
+        Such as ``http://host:8000``.
+    timeout
+        Seconds that an answer may take.
+    """
+
+    def __init__(self, url: str, timeout: float) -> None:
+        self._url, self._timeout = url.rstrip("/"), timeout
+
+    def post(self, route: str, body: object = None) -> None:
+        """Post to a route, or raise CommunicationError."""
+        data = b"" if body is None else json.dumps(body).encode()
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        request = Request(f"{self._url}/{route}", data, headers, method="POST")
+        shown_url = f"{public_url(self._url)}/{route}"
+        try:
+            with urlopen(request, timeout=self._timeout):
+                pass
+        except HTTPError as error:
+            told = shown(_told(error))
+            raise CommunicationError(f"{shown_url}: {error.code} {told}") from error
+        except (OSError, HTTPException) as error:
+            raise CommunicationError(f"{shown_url}: {shown(repr(error))}") from error
+
+
+def _told(error: HTTPError) -> str:
+    """Return what a server says of an error, as far as it arrives."""
+    try:
+        with error:
+            return error.read(_MOST_TOLD).decode(errors="replace")
+    except IncompleteRead as cut:
+        return cut.partial.decode(errors="replace")
+    except (OSError, HTTPException) as lost:
+        return f"{error.reason} ({lost!r})"
