@@ -14,7 +14,6 @@
 """
 
 from sparcel.delta.applying import apply_, assign_, prepare
-from sparcel.delta.broadcast import Arriving, broadcast
 from sparcel.delta.chunk import Version
 from sparcel.delta.decoding import Change, decode
 from sparcel.delta.encoding import encode
@@ -24,7 +23,7 @@ from sparcel.delta.mirror import Mirror, Seen
 from sparcel.delta.parts import version_of
 from sparcel.delta.prepared import Inverse, Prepared
 from sparcel.delta.publisher import Publisher
-from sparcel.delta.sharded import ShardedPublisher
+from sparcel.delta.sharded import Arriving, ShardedPublisher, broadcast
 from sparcel.delta.subscriber import Ready, Subscriber, Update
 from sparcel.errors import FormatError, InputError, VersionError
 from sparcel.stores import Folder, Store, store_at
