@@ -1,6 +1,6 @@
 """Print the tables of docs/explanation/algorithms.md, and draw docs/figures/scale.svg.
 
-They are of the record of `scale.py`; the tables also of the papers' closed forms.
+They are of the record of `scale.py`: rounds and words, beside the papers' closed forms, and times.
 
 python -m benchmarks.network.scale --output benchmarks/results/scale.json
 python -m benchmarks.network.algorithms_table
@@ -73,7 +73,7 @@ def recorded() -> dict[str, Any]:
 def tables() -> Iterator[str]:
     """Yield the lines of all tables, an empty one after each."""
     results = recorded()
-    size, count, networks = results["size"], results["count"], results["networks"]
+    size, count = results["size"], results["count"]
     found = {(row["algorithm"], row["ranks"]): row for row in results["rows"]}
     names, ranks = dict.fromkeys(name for name, _ in found), sorted({p for _, p in found})
 
@@ -84,15 +84,7 @@ def tables() -> Iterator[str]:
         paper = name in PAPERS and PAPERS[name].words(p, size, count) / count
         return compared(found[name, p]["bytes"] / 4 / count, paper, 1)
 
-    def milliseconds(key: str) -> Callable[[str, int], str]:
-        return lambda name, p: f"{1000 * found[name, p][key]:.3g}"
-
-    for title, cell in (
-        ("Rounds", rounds),
-        ("Words a rank, in multiples of k", words),
-        (f"Milliseconds, {described(networks['ethernet'])}", milliseconds("ethernet_s")),
-        (f"Milliseconds, {described(networks['nodes'])}", milliseconds("nodes_s")),
-    ):
+    for title, cell in (("Rounds", rounds), ("Words a rank, in multiples of k", words)):
         yield from (f"{title}:", "")
         rows = (
             (f"`{name}`", *(cell(name, p) if (name, p) in found else "" for p in ranks))

@@ -106,7 +106,7 @@ def different(page: str, found: object, expected: object) -> Faults:
 
 def algorithms() -> Faults:
     report: Any = importlib.import_module("benchmarks.network.algorithms_table")
-    yield from absent("docs/explanation/algorithms.md", report.tables(), at_least=40)
+    yield from absent("docs/explanation/algorithms.md", report.tables(), at_least=30)
 
 
 def benchmark() -> Faults:
