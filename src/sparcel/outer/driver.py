@@ -59,15 +59,14 @@ class Outer:
         self._shared, self._averager, self._islands = shared, averager, islands
         self._method, self._pace, self._poison, self._ranks = method, pace, poison, ranks
         self.steps, self.optimizer = 0, shared.optimizer
-        self._clock = 0
-        """How many inner steps have been done, by which outer steps are due."""
+        self._clock = self._ends = 0
+        """How many inner steps have been done, by which outer steps are due, and after how many the
+        island goes on with what is under way."""
         self._visiting = False
         self._connected = islands.comm
         self._void = 0
         """How many attempts nothing was exchanged in, because of NaN or Inf."""
         self._under_way: Job[Outcome] | None = None
-        self._ends = 0
-        """After how many inner steps the island goes on with what is under way."""
         self._finite, self._was_told = True, False
         self._spoilt: list[str] = []
         """What holds NaN or Inf of what this rank has moved."""
@@ -78,8 +77,7 @@ class Outer:
         """Second moments, and the parameters whose have become averages since the last `lead`."""
         self._undone = False
         """Whether the model was loaded from a checkpoint of before this island took over."""
-        self._weights = Weights(len(shared.fragments))
-        self._weight = 0.0
+        self._weights, self._weight = Weights(len(shared.fragments)), 0.0
         self._worker = ThreadPoolExecutor(1, "sparcel-outer")
         self._undo = ExitStack()
         for end in (averager.handle.close, ranks.close, islands.close, self._worker.shutdown):
