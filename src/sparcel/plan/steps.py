@@ -42,8 +42,6 @@ class Workload:
         after these.
     every
         The steps that machines train apart before an outer step.
-    answer
-        How what the owners of regions return travels; None for as what they are sent.
     """
 
     model: Model
@@ -53,7 +51,6 @@ class Workload:
     format: Format | None = RAW
     steps: int | None = None
     every: int = 30
-    answer: Format | None = None
 
     def __post_init__(self) -> None:
         checked_density(self.density)
@@ -144,7 +141,7 @@ def _step(
     each = ceil(size / buckets)
     k, here = count_for(density, each), rates.ranks_per_node
     format = work.format or fastest_format(each, k, rates)
-    problem = Problem(each, k, rates.ranks, here, format=format, answer=work.answer)
+    problem = Problem(each, k, rates.ranks, here, format=format)
     bucket = predict(formula, problem, rates)
     # Step-ahead rests where memory holds roundings alone.
     moving = work_seconds(ahead(size), rates) if work.density < 1 else 0.0
