@@ -26,7 +26,7 @@ from benchmarks.training.tasks import TASKS
 
 def steps_table(rows: Sequence[Row]) -> Iterator[str]:
     """Return the lines of how many steps methods need for dense training's loss, by task."""
-    tasks = "words", "characters", "images", "articles", "reviews", "code, Muon", "code", "code 6M"
+    tasks = "words", "images", "code, Muon", "code", "code 6M"
     cells = (
         [label, *(_factors(rows, run, task) for task in tasks)]
         for run, label in (BY_BITS | CHOSEN).items()
