@@ -28,6 +28,7 @@ from sparcel._files import (
     replacing,
 )
 from sparcel.errors import FormatError, InputError, SparcelWarning
+from sparcel.stores import Folder
 
 OTHERS = 65534
 """A user and a group of no rights."""
@@ -62,6 +63,25 @@ def test_what_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
         fail()
     assert path.read_bytes() == b"before"
     assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("way", ["write", "create"])
+@pytest.mark.parametrize("lasting", [True, False])
+def test_a_file_is_on_disk_before_it_has_its_name_and_then_its_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, lasting: bool
+) -> None:
+    place, flushed = Folder(tmp_path / "folder"), []
+    place.lasting = lasting
+
+    def note(file: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{file}"))
+        what = path if path.is_dir() else os.fstat(file).st_size
+        flushed.append((what, "file" in place.names()))
+
+    monkeypatch.setattr(os, "fsync", note)
+    getattr(place, way)("file", [b"con", b"tent"])
+    made = [(tmp_path, False)]
+    assert flushed == made + ([(7, False), (place.path, True)] if lasting else [])
 
 
 def test_links_stay_links_and_pipes_stay_pipes(tmp_path: Path) -> None:

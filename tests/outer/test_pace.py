@@ -60,6 +60,15 @@ def test_what_is_no_pace_is_refused(every: Any) -> None:
         Pace(every, 1, 0)
 
 
+@given(every=st.integers(1, 9), fragments=st.integers(1, 4), steps=st.integers(0, 9))
+def test_an_outer_step_is_due_once_its_share_of_inner_steps_is_done(
+    every: int, fragments: int, steps: int
+) -> None:
+    pace = Pace(every, fragments, 0)
+    for clock in range(every * (steps + 2)):
+        assert pace.is_due(clock, steps) == (clock * fragments >= (steps + 1) * every)
+
+
 Amounts = list[float | None]
 """What the islands tell in each inner step; None for nothing."""
 
@@ -126,12 +135,13 @@ def test_fragments_count_what_was_learned_since_each_was_exchanged() -> None:
     assert math.isnan(weights.move(0))
     for number in range(1, 5):
         weights.count(number)
-        assert weights.move(number % 2) == sum(range(max(1, number - 1), number + 1))
-        weights.count(0.0)  # beside the exchange
+        beside = 0.5 * min(number - 1, 2)
+        assert weights.move(number % 2) == sum(range(max(1, number - 1), number + 1)) + beside
+        weights.count(0.5)  # beside the exchange
         weights.step(number % 2)
     restored = Weights(2)
     restored.state = weights.state
-    assert [restored.move(0), restored.move(1)] == [0.0, 4.0]
+    assert [restored.move(0), restored.move(1)] == [0.5, 5.0]
     restored.forget()
     assert [restored.move(0), restored.move(1)] == [0.0, 0.0]
     with pytest.raises(InputError, match="learned from"):

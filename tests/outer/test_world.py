@@ -8,10 +8,25 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sparcel.errors import CommunicationError
 from sparcel.outer import history
-from sparcel.outer.history import Action, Came, Create, Quorum, Read, Run
+from sparcel.outer.history import (
+    ABORT,
+    BLOCK,
+    COMMIT,
+    Action,
+    Came,
+    Create,
+    History,
+    Quorum,
+    Read,
+    Run,
+    Watches,
+    beat_seconds,
+)
 from sparcel.outer.protocol import Protocol
 from tests.outer import world as worlds
 from tests.outer.world import PATIENCE, BrokenPromiseError, Island, World, live
@@ -69,6 +84,18 @@ def test_who_gives_no_sign_of_life_is_not_waited_for(who: str) -> None:
         done = len(one.committed)
         world.run(killed + 0.8 * PATIENCE)
     assert len(one.committed) > done > 1
+
+
+@given(pauses=st.lists(st.integers(1, 10_000), min_size=4, max_size=8))
+def test_however_long_an_island_stood_still_a_look_counts_one_beat_of_silence(
+    pauses: list[int],
+) -> None:
+    watches, now = Watches(5.0), 0.0
+    for looks, pause in enumerate(pauses):
+        now += pause * beat_seconds(5.0)
+        assert watches.is_due(1, now)
+        watches.hear(1, "the same signs")
+        assert watches.is_silent(1) == (looks * beat_seconds(5.0) >= watches.silent)
 
 
 def test_who_comes_while_a_run_ends_is_told() -> None:
@@ -213,6 +240,22 @@ def test_who_comes_again_with_the_same_words_is_another_guest() -> None:
         driven(world, mine._come(world.now))
         places.append(mine._mine[1])
     assert places[0] < places[1]
+
+
+def test_whenever_an_island_has_looked_last_it_learns_of_all_attempts_from_a_summary() -> None:
+    world, first, made = World(0), History(), 4 * BLOCK + 3
+    others = [History() for _ in range(made)]
+    for number, other in enumerate(others, 1):
+        outcome = ABORT if number % 5 == 0 else COMMIT
+        driven(world, first.propose(number, Quorum([1], "", [])))
+        driven(world, first.decide(number, [1], outcome))
+        driven(world, first.look())
+        driven(world, first.sum_up(first.latest))
+        driven(world, other.look())
+    assert "closed.0" in world.keys
+    for other in others:
+        driven(world, other.look())
+        assert (other.next, other.latest) == (made + 1, first.latest)
 
 
 class KeepsAll(Protocol):
