@@ -1,4 +1,4 @@
-"""The script of docs/tutorial.md by each method: over its links, and with other learning rates.
+"""examples/compare.py by each method: over its links, and with other learning rates.
 
     python -m benchmarks.training.tutorial
 
@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from benchmarks.machine import machine
 from benchmarks.record import RESULTS, Row, write
 
-PAGE = Path(__file__).parents[2] / "docs" / "tutorial.md"
+SCRIPT = Path(__file__).parents[2] / "examples" / "compare.py"
 METHODS = ("dense", "bf16", "powersgd", "sparcel")
 RATE = "6e-3"
 """The learning rate of the page."""
@@ -32,7 +32,7 @@ TRAINING = re.compile(
 
 def trained(rate: str, network: str, *seeds: str) -> Iterator[Row]:
     """Train by all methods on four nodes, and yield a row for each training."""
-    script = PAGE.read_text().split("<!-- file: compare.py -->\n```python\n")[1].split("```")[0]
+    script = SCRIPT.read_text()
     with TemporaryDirectory() as folder:
         Path(folder, "compare.py").write_text(script.replace(f"lr={RATE}", f"lr={rate}"))
         lab = ["sparcel", "lab", "run", "--nodes", "4", "--rate", network, "--"]
