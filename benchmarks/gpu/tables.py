@@ -1,4 +1,4 @@
-"""The tables of docs/how-to/gpu.md: measured, counted, and computed from bytes and passes.
+"""The tables of docs/how-to/gpu.md: measured, and computed from bytes and passes.
 
     python -m benchmarks.gpu.tables
 
@@ -73,24 +73,17 @@ def measured() -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def counted() -> Iterator[str]:
-    """Yield the table of what a step gives a card to do, before and now."""
-    rows = recorded("gpu_counts")["rows"]
+def launches() -> str:
+    """Return the sentence's part on what a step by way of the host launches, before and now."""
     before, now = (
-        [row for row in rows if (row["commit"] == BEFORE) == old] for old in (True, False)
+        {
+            row["method"]: row["step"]["triton"] + row["step"]["torch"]
+            for row in recorded("gpu_counts")["rows"]
+            if row["carrier"] == "host" and (row["commit"] == BEFORE) == old
+        }
+        for old in (True, False)
     )
-    yield "| a step of four buckets | `carrier=` | launches | copies | waits | launches, a bucket |"
-    yield "|---|---|---|---|---|---|"
-    for old, new in zip(before, now, strict=True):
-        pairs = zip(_numbers(old), _numbers(new), strict=True)
-        cells = (f"{one:,} → {other:,}" for one, other in pairs)
-        yield f"| {new['method']} | {new['carrier']} | {' | '.join(cells)} |"
-
-
-def _numbers(row: Row) -> tuple[int, ...]:
-    step = row["step"]
-    whole, bucket = (one["triton"] + one["torch"] for one in (step, row["bucket"]))
-    return whole, step["copies"], step["waits"], bucket
+    return ", ".join(f"{name} {before[name]:,} → {now[name]:,}" for name in now)
 
 
 class Choice(NamedTuple):
@@ -153,7 +146,7 @@ def room() -> dict[str, float]:
 
 def all_tables() -> Iterator[str]:
     """Yield the lines of all tables."""
-    for table in (measured, counted, computed):
+    for table in (measured, computed):
         yield from table()
 
 
