@@ -1,6 +1,7 @@
-"""Print the tables of docs/explanation/algorithms.md, and draw docs/figures/scale.svg.
+"""Print the table of docs/explanation/algorithms.md, and draw docs/figures/scale.svg.
 
-They are of the record of `scale.py`: rounds and words, beside the papers' closed forms, and times.
+Both are of the record of `scale.py`. The table, of words, has the papers' closed forms, too; the
+figure is of times.
 
 python -m benchmarks.network.scale --output benchmarks/results/scale.json
 python -m benchmarks.network.algorithms_table
@@ -9,8 +10,7 @@ python -m benchmarks.network.algorithms_table
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from math import log2
 from typing import Any
 
@@ -24,39 +24,23 @@ DRAWN = dict(
 """Colours of the algorithms in the figure: of those that add all, and of those that select."""
 
 
-@dataclass(frozen=True)
-class Paper:
-    """A paper's closed form of an algorithm's cost, for P ranks and k of n coordinates.
-
-    ``rounds`` and ``words`` are its latency and its bandwidth term, in words of 4 bytes. If the
-    form is an interval, they are its end for indices that hardly overlap.
-    """
-
-    source: str
-    rounds: Callable[[float], float]
-    words: Callable[[float, float, float], float]
-
-
-PAPERS = {
-    "dense": Paper("Ok-Topk, table 1", lambda p: 2 * log2(p), lambda p, n, k: 2 * n * (p - 1) / p),
-    "allgather": Paper("Ok-Topk, table 1", log2, lambda p, n, k: 2 * k * (p - 1)),
-    "recursive_doubling": Paper("SparCML, section 5.3.1", log2, lambda p, n, k: 2 * k * (p - 1)),
-    "split_allgather": Paper(
-        "Ok-Topk, table 1", lambda p: p + 2 * log2(p), lambda p, n, k: (2 * k + n) * (p - 1) / p
-    ),
-    "gtopk": Paper("Ok-Topk, table 1", lambda p: 2 * log2(p), lambda p, n, k: 2 * k * log2(p)),
-    "oktopk": Paper(
-        "Ok-Topk, table 1", lambda p: 2 * p + 2 * log2(p), lambda p, n, k: 6 * k * (p - 1) / p
-    ),
-    "hitopk": Paper(
-        "CommLib, equations 7, 9 and 10",
-        lambda p: group(p) - 1 + log2(p / group(p)) + log2(group(p)),
-        lambda p, n, k: (
-            ((group(p) - 1) * n + (p / group(p) - 1) * k + (group(p) - 1) * p / group(p) * k)
-            / group(p)
-        ),
+PAPERS: dict[str, Callable[[float, float, float], float]] = {
+    "dense": lambda p, n, k: 2 * n * (p - 1) / p,
+    "allgather": lambda p, n, k: 2 * k * (p - 1),
+    "recursive_doubling": lambda p, n, k: 2 * k * (p - 1),
+    "split_allgather": lambda p, n, k: (2 * k + n) * (p - 1) / p,
+    "gtopk": lambda p, n, k: 2 * k * log2(p),
+    "oktopk": lambda p, n, k: 6 * k * (p - 1) / p,
+    "hitopk": lambda p, n, k: (
+        ((group(p) - 1) * n + (p / group(p) - 1) * k + (group(p) - 1) * p / group(p) * k) / group(p)
     ),
 }
+"""The papers' closed forms, for P ranks and k of n coordinates, in words of 4 bytes.
+
+If a form is an interval, its end for indices that hardly overlap. They are of Ok-Topk's table 1,
+but those of SparCML's section 5.3.1 (`recursive_doubling`) and CommLib's equations 7, 9 and 10
+(`hitopk`).
+"""
 
 
 def group(p: float) -> float:
@@ -71,27 +55,36 @@ def recorded() -> dict[str, Any]:
 
 
 def tables() -> Iterator[str]:
-    """Yield the lines of all tables, an empty one after each."""
+    """Yield the lines of the table of words."""
     results = recorded()
     size, count = results["size"], results["count"]
     found = {(row["algorithm"], row["ranks"]): row for row in results["rows"]}
     names, ranks = dict.fromkeys(name for name, _ in found), sorted({p for _, p in found})
 
-    def rounds(name: str, p: int) -> str:
-        return compared(found[name, p]["rounds"], name in PAPERS and PAPERS[name].rounds(p), 0)
-
     def words(name: str, p: int) -> str:
-        paper = name in PAPERS and PAPERS[name].words(p, size, count) / count
-        return compared(found[name, p]["bytes"] / 4 / count, paper, 1)
+        paper = PAPERS[name](p, size, count) / count if name in PAPERS else None
+        return compared(found[name, p]["bytes"] / 4 / count, paper)
 
-    for title, cell in (("Rounds", rounds), ("Words a rank, in multiples of k", words)):
-        yield from (f"{title}:", "")
-        rows = (
-            (f"`{name}`", *(cell(name, p) if (name, p) in found else "" for p in ranks))
-            for name in names
-        )
-        yield from table(("", *(f"P = {p}" for p in ranks)), rows)
-        yield ""
+    rows = (
+        (f"`{name}`", *(words(name, p) if (name, p) in found else "" for p in ranks))
+        for name in names
+    )
+    return table(("", *(f"P = {p}" for p in ranks)), rows)
+
+
+def rounds_of_oktopk() -> str:
+    """Return the sentence on its rounds, and on those of the form in the paper's table 1."""
+    rows = [row for row in recorded()["rows"] if row["algorithm"] == "oktopk"]
+    ranks = [row["ranks"] for row in rows]
+    forms = (2 * p + 2 * log2(p) for p in ranks)
+    ours, on, theirs = map(listed, ((row["rounds"] for row in rows), ranks, forms))
+    return f"`oktopk` takes {ours} rounds on {on} ranks, where the paper's form has {theirs}."
+
+
+def listed(numbers: Iterable[float]) -> str:
+    """Join whole numbers by commas, and the last by "and"."""
+    *first, last = (f"{one:.0f}" for one in numbers)
+    return f"{', '.join(first)} and {last}"
 
 
 def described(network: dict[str, float]) -> str:
@@ -109,12 +102,12 @@ def described(network: dict[str, float]) -> str:
     )
 
 
-def compared(ours: float, paper: float | bool, digits: int) -> str:
+def compared(ours: float, paper: float | None) -> str:
     """Format our value, bold if it is lower, and the paper's in brackets."""
-    text, other = f"{ours:.{digits}f}", f"{paper:.{digits}f}"
-    if paper is False:
+    text = f"{ours:.1f}"
+    if paper is None:
         return text
-    return f"{f'**{text}**' if float(text) < float(other) else text} ({other})"
+    return f"{f'**{text}**' if float(text) < float(f'{paper:.1f}') else text} ({paper:.1f})"
 
 
 def draw_all() -> None:
@@ -140,5 +133,5 @@ def draw_all() -> None:
 
 
 if __name__ == "__main__":
-    print("\n".join(tables()))
+    print("\n".join(tables()), rounds_of_oktopk(), sep="\n\n")
     draw_all()
