@@ -113,7 +113,7 @@ def _over_dense(
 def default_table(rows: Sequence[Row]) -> Iterator[str]:
     """Return the lines of what the default ends at beside dense training, by task."""
     columns = (
-        *("task", "trained", "dense loss", "seeds apart", "sparcel's loss"),
+        *("task", "trained", "dense loss", "seeds apart"),
         *("perplexity over dense", "accuracy over dense", "bytes"),
     )
     return table(columns, ((task, model, *_beside(rows, task)) for task, model in MODELS.items()))
@@ -125,7 +125,6 @@ def _beside(rows: Sequence[Row], task: str) -> Iterator[str]:
     points, more = _over_dense(found, dense_of(rows))
     losses = [row["loss"] for row in base]
     yield from (f"{mean(losses):.4f}", f"{max(losses) - min(losses):.4f}")
-    yield f"{mean(row['loss'] for row in found):.4f}"
     yield from (f"{over_seeds(more, 2)} %", over_seeds(points, 2))
     yield f"{mean(row['share'] for row in found):.1%}"
 
