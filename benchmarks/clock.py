@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparcel.comm import Communicator
-from sparcel.lab import link_bytes
-from sparcel.ops import MAX
+from sparcel.core.comm import Communicator
+from sparcel.core.ops import MAX
+from sparcel.tools.lab import link_bytes
 
 
 class Timed(NamedTuple):

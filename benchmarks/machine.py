@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import sparcel
-from sparcel.bench import results
+from sparcel.tools.bench import results
 
 
 def machine() -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import sparcel
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
 from sparcel.errors import InputError
 
 RANKS = 8

@@ -35,8 +35,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
-from sparcel.bench import results
 from sparcel.lab import link_bytes
+from sparcel.tools.bench import results
 
 HIDDEN, BATCH = 1600, 16
 LR = 0.4

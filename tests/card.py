@@ -3,7 +3,7 @@
 `on_card()` makes a device of type ``card`` that takes the place of a GPU. Triton's interpreter runs
 the kernels. `HostReadError` is raised by all that would make the host wait for a GPU: reading a
 number, results whose length depends on the data, and copies from and to memory that is not pinned.
-What is left is `sparcel.device.read`, which `sparcel.device.reads` counts. `launches` lists the
+What is left is `device.read`, which `device.reads` counts. `launches` lists the
 kernels and copies that the host would give a GPU.
 """
 
@@ -28,7 +28,7 @@ from torch.utils.backend_registration import (
     _setup_privateuseone_for_python_backend,
 )
 
-from sparcel import device
+from sparcel.core import device
 
 CARD = "card"
 

@@ -3,7 +3,7 @@
 from functools import partial
 
 import sparcel
-from sparcel.training import Averager
+from sparcel.core.training import Averager
 
 attach_evenly = partial(sparcel.attach, frontload=False)
 even_averager = partial(Averager, frontload=False)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from sparcel.lab.pmi import PmiServer
+from sparcel.tools.lab.pmi import PmiServer
 from tests.workers import WORLD_SIZES, Pool, World, join_gloo, joined, serve, start_worker
 
 _RANKS = max(WORLD_SIZES)
@@ -72,7 +72,7 @@ def _serve_rank(pipe: Connection, end: socket.socket, environment: dict[str, str
 def _join(rank: int, world: World) -> None:
     from mpi4py import MPI
 
-    from sparcel.comm.mpi import MpiCommunicator
+    from sparcel.core.comm.mpi import MpiCommunicator
 
     join_gloo(rank, world)  # for code that needs a default process group besides MPI
     ranks = MPI.COMM_WORLD.group.Incl(list(range(world.size)))

@@ -25,19 +25,20 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.utils._pytree import tree_map_only
 
-from sparcel import SparseStream, device
-from sparcel.collectives import ALGORITHMS, broadcast, gtopk, oktopk
-from sparcel.comm import Call, Communicator, Engine, TorchCommunicator, carry
-from sparcel.comm.executor import Executor
-from sparcel.comm.torch import NcclCommunicator, TorchRendezvous
-from sparcel.comm.torch.nccl import NcclEngine
+from sparcel import SparseStream
+from sparcel.core import device
+from sparcel.core.collectives import ALGORITHMS, broadcast, gtopk, oktopk
+from sparcel.core.comm import Call, Communicator, Engine, TorchCommunicator, carry
+from sparcel.core.comm.executor import Executor
+from sparcel.core.comm.torch import NcclCommunicator, TorchRendezvous
+from sparcel.core.comm.torch.nccl import NcclEngine
+from sparcel.core.formats import Format
+from sparcel.core.ops import SUM
+from sparcel.core.schemes import Hierarchical
+from sparcel.core.training import Averager
+from sparcel.core.training.ranks import Shard
+from sparcel.core.wire import Wire
 from sparcel.errors import CommunicationError, MismatchError
-from sparcel.formats import Format
-from sparcel.ops import SUM
-from sparcel.schemes import Hierarchical
-from sparcel.training import Averager
-from sparcel.training.ranks import Shard
-from sparcel.wire import Wire
 from tests.card import CARD, OnCard, moved, on_card, seen
 from tests.ddp.models import MANY_BUCKETS
 from tests.gpu.cuda import no_waits

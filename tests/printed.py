@@ -52,7 +52,7 @@ from sybil.parsers.markdown.lexers import FencedCodeBlockLexer
 from typer.testing import CliRunner
 
 from sparcel import Handle
-from sparcel.cli import app
+from sparcel.tools.cli import app
 
 ROOT = Path(__file__).parents[1]
 PAGE = ExitStack()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparcel import Op, SparseStream
-from sparcel.ops import MAX, MIN, PRODUCT, SUM
+from sparcel.core.ops import MAX, MIN, PRODUCT, SUM
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DTYPES = (*FLOATS, torch.int32, torch.int64)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import sparcel
 from sparcel import SparseStream, simulate
-from sparcel.collectives import gtopk
-from sparcel.comm import Job
+from sparcel.core.collectives import gtopk
+from sparcel.core.comm import Job
 from sparcel.errors import CommunicationError, InputError, MismatchError, SparcelError
 from tests.strategies import OPS, case_of, cases, dense_reference, full, make_stream, same_stream
 

@@ -12,16 +12,18 @@ import pytest
 import torch
 
 import sparcel
-from sparcel import SparseStream, analysis, cost, plan, simulate
-from sparcel.comm import Network
+from sparcel import SparseStream, simulate
+from sparcel.core import cost
+from sparcel.core.comm import Network
+from sparcel.core.formats import FewBits
+from sparcel.core.kernels import sums_of_squares
+from sparcel.core.optim import parallel
+from sparcel.core.schemes import SCHEMES, Hierarchical, TopK
+from sparcel.core.selectors import SELECTORS
+from sparcel.core.training import Averager
 from sparcel.errors import InputError
-from sparcel.formats import FewBits
-from sparcel.kernels import sums_of_squares
-from sparcel.optim import parallel
-from sparcel.rows import HashedNGrams
-from sparcel.schemes import SCHEMES, Hierarchical, TopK
-from sparcel.selectors import SELECTORS
-from sparcel.training import Averager
+from sparcel.products.rows import HashedNGrams
+from sparcel.tools import analysis, plan
 from tests.strategies import make_stream
 
 CANDIDATES = ("0.01", True, 0.5, [0.5], object())

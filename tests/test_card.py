@@ -5,12 +5,12 @@ import threading
 import pytest
 import torch
 
-from sparcel import device
+from sparcel.core import device
 from tests.card import launches, moved, on_card
 
 pytest.importorskip("triton")
 
-from sparcel.kernels import gpu
+from sparcel.core.kernels import gpu
 
 
 def test_kernels_and_copies_are_counted_and_views_are_not() -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from sparcel import errors, lab
+from sparcel import errors
+from sparcel.tools import lab
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "reference" / "errors.md").read_text()

@@ -12,11 +12,12 @@ import pytest
 from typer.testing import CliRunner
 
 import sparcel
-from sparcel.cli import app
 from sparcel.errors import MissingDependencyError
+from sparcel.tools.cli import app
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "sparcel"
+FOLDERS = ("core", "products", "tools")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 MODULES = {"scikit-learn": "sklearn"}
@@ -60,10 +61,10 @@ def modules_of(extra: str) -> set[str]:
     return {MODULES.get(package, package) for package in packages} - {"sparcel"}
 
 
-def imported(room: str) -> set[str]:
+def imported(room: Path) -> set[str]:
     """Return the packages that a room's modules import."""
     names = set()
-    for source in [*PACKAGE.glob(f"{room}/**/*.py"), *PACKAGE.glob(f"{room}.py")]:
+    for source in room.glob("**/*.py") if room.is_dir() else [room]:
         for node in ast.walk(ast.parse(source.read_text())):
             if isinstance(node, ast.Import):
                 names |= {alias.name.split(".")[0] for alias in node.names}
@@ -73,10 +74,13 @@ def imported(room: str) -> set[str]:
 
 
 def test_rooms_import_packages_of_their_own_extras_only() -> None:
-    for room in {path.stem for path in PACKAGE.iterdir()}:
-        packages = imported(room) - {*sys.stdlib_module_names, "sparcel", *REQUIRED}
-        installed = set().union(*(modules_of(extra) for extra in EXTRAS_OF.get(room, ())))
-        assert packages <= installed | BROUGHT_ALONG.get(room, set()), room
+    beside = [path for path in PACKAGE.glob("*") if path.name not in FOLDERS]
+    inside = [path for folder in FOLDERS for path in PACKAGE.joinpath(folder).glob("*")]
+    for room in [*beside, *inside]:
+        if room.is_dir() or room.suffix == ".py":
+            packages = imported(room) - {*sys.stdlib_module_names, "sparcel", *REQUIRED}
+            installed = set().union(*(modules_of(extra) for extra in EXTRAS_OF.get(room.stem, ())))
+            assert packages <= installed | BROUGHT_ALONG.get(room.stem, set()), room
 
 
 def test_all_is_all() -> None:
@@ -89,7 +93,7 @@ def test_without_any_extra_the_package_works_and_the_command_says_what_it_needs(
     missing = set().union(*(modules_of(extra) for extra in EXTRAS))
     script = (
         f"import sys; sys.modules.update(dict.fromkeys({missing}))\n"
-        "import sparcel.plan, sparcel.analysis, sparcel.lab, sparcel.bench\n"
+        "from sparcel.tools import analysis, bench, lab, plan\n"
         "import sparcel.__main__; sparcel.__main__.main()\n"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

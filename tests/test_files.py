@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparcel import _files
-from sparcel._files import (
+from sparcel.core import _files
+from sparcel.core._files import (
     create,
     lock,
     locked,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparcel import kernels
+from sparcel.core import kernels
 from tests.card import on_card
 
 pytest.importorskip("triton")

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 import sparcel
 from sparcel import SparseStream
+from sparcel.core.ops import resolve
+from sparcel.core.stream import reduce
 from sparcel.errors import InputError
-from sparcel.ops import resolve
-from sparcel.stream import reduce
 from tests.strategies import DTYPES, OPS, make_stream, values_at
 
 

@@ -6,7 +6,7 @@ from math import ceil, log2
 
 import pytest
 
-from sparcel import patterns
+from sparcel.core import patterns
 
 WORLDS = [*range(1, 66), 100, 127, 128, 129, 255, 256, 257, 300]
 SOME = [*range(1, 18), 31, 32, 33, 64, 100, 129]

@@ -5,7 +5,7 @@ import inspect
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from types import FrameType
@@ -17,11 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
 from sparcel import _cpu
-from sparcel.comm import Communicator
-from sparcel.comm.jobs import JobQueue
+from sparcel.core.comm import Communicator
+from sparcel.core.comm.jobs import JobQueue
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "sparcel"
+FOLDERS = ("tools", "products", "core")
+BESIDE = ("__main__", "integrations", "errors")
+"""Rooms beside the folders. What else is there only hands on the public names of a room."""
 DESIGN = (ROOT / "docs/explanation/design.md").read_text()
 MAP = re.search(r"## Rooms.*?```text\n(.*?)```", DESIGN, re.DOTALL)
 
@@ -40,6 +43,14 @@ def levels() -> dict[str, int]:
     lines = [line for line in MAP.group(1).splitlines() if not line.startswith("#")]
     rooms = [re.split(r"  +", line)[0].split() for line in lines]
     return {room: level for level, line in enumerate(rooms) for room in line}
+
+
+def listed_in(folder: str) -> set[str]:
+    """Return the rooms that the map has below the heading of a folder."""
+    assert MAP is not None
+    section = re.search(rf"^# {folder}/.*\n((?:[^#].*\n)+)", MAP.group(1), re.MULTILINE)
+    assert section is not None
+    return {room for line in section[1].splitlines() for room in re.split("  +", line)[0].split()}
 
 
 def is_module(name: str) -> bool:
@@ -63,18 +74,44 @@ def imported(source: Path) -> Iterator[str]:
                     yield name if is_module(name) else ".".join(inner)
 
 
-def imports() -> Iterator[tuple[str, list[str], list[str]]]:
-    """Yield each import as the file, the file's module and the imported module, both in parts."""
+def inner_files() -> Iterator[Path]:
+    """Yield the files of all rooms, as paths below the package."""
     for source in sorted(PACKAGE.rglob("*.py")):
         file = source.relative_to(PACKAGE)
-        for name in imported(source):
-            if name:
-                yield file.as_posix(), list(file.with_suffix("").parts), name.split(".")
+        if file.with_suffix("").parts[0] in FOLDERS + BESIDE:
+            yield file
 
 
-def test_every_room_is_on_the_map() -> None:
-    rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix in ("", ".py")}
-    assert rooms - {"__init__", "__pycache__"} == set(levels())
+def below(parts: Sequence[str]) -> list[str]:
+    """Return a module's parts from its room on."""
+    return list(parts[parts[0] in FOLDERS :])
+
+
+def imports() -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield each import as the file, the file's module and the imported module, from rooms on."""
+    for file in inner_files():
+        for name in imported(PACKAGE / file):
+            module, target = below(file.with_suffix("").parts), below(name.split("."))
+            if module and target and name:
+                yield file.as_posix(), module, target
+
+
+def test_every_room_is_on_the_map_in_its_folder() -> None:
+    rooms = set(BESIDE)
+    for folder in FOLDERS:
+        inside = {path.stem for path in (PACKAGE / folder).iterdir() if path.suffix in ("", ".py")}
+        inside -= {"__init__", "__pycache__"}
+        assert listed_in(folder) - set(BESIDE) == inside
+        rooms |= inside
+    assert rooms == set(levels())
+
+
+def test_rooms_import_rooms_and_not_what_hands_on_their_names() -> None:
+    for file in inner_files():
+        for name in imported(PACKAGE / file):
+            assert not name or name.split(".")[0] in (*FOLDERS, *BESIDE, COMPILED), (
+                f"{file}: {name}"
+            )
 
 
 def test_imports_go_downwards() -> None:
@@ -120,7 +157,7 @@ def files_of(stack: list[inspect.FrameInfo]) -> list[str]:
     """Return the files of the package that a call came through, the caller's callers first."""
     files = [Path(frame.filename) for frame in reversed(stack)]
     inside = [file.relative_to(PACKAGE) for file in files if file.is_relative_to(PACKAGE)]
-    return [str(file.with_suffix("")) for file in inside]
+    return ["/".join(below(file.with_suffix("").parts)) for file in inside]
 
 
 def ways_to(targets: dict[str, object], run: Callable[[], object]) -> dict[str, set[str]]:

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from sparcel import SparseStream, simulate
-from sparcel.comm import Communicator
-from sparcel.comm.jobs import JobQueue, submit_beside
-from sparcel.comm.staged import Staged
+from sparcel.core.comm import Communicator
+from sparcel.core.comm.jobs import JobQueue, submit_beside
+from sparcel.core.comm.staged import Staged
+from sparcel.core.schemes import TopK
+from sparcel.core.side_stream import SideStream, as_here, refuse_capture, used_here
+from sparcel.core.training import Averager
 from sparcel.errors import InputError
-from sparcel.schemes import TopK
-from sparcel.side_stream import SideStream, as_here, refuse_capture, used_here
-from sparcel.training import Averager
 
 GPU = torch.device("cuda", 0)
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel import simple
+from sparcel.core import simple
 from tests.kernels.paths import isas
 from tests.regions.made import KINDS, SIZES, Found, Steps, run
 from tests.strategies import same_bits

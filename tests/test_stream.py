@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import sparcel
 from sparcel import SparseStream
+from sparcel.core.ops import MAX, MIN, SUM
+from sparcel.core.stream import concatenate, reduce
 from sparcel.errors import InputError
-from sparcel.ops import MAX, MIN, SUM
-from sparcel.stream import concatenate, reduce
 from tests.strategies import (
     CIRCLE,
     DTYPES,

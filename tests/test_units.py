@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel import units
+from sparcel.core import units
 from sparcel.errors import InputError
 
 

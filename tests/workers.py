@@ -50,7 +50,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sparcel.comm import Communicator, resolve
+from sparcel.core.comm import Communicator, resolve
 from sparcel.errors import CommunicationError
 
 WORLD_SIZES = (2, 3, 4, 8)

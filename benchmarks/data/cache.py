@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.record import Row, left_of, origin_of, write
 from benchmarks.training.models import residual_network
-from sparcel.data import Cached, PartSampler
+from sparcel.products.data import Cached, PartSampler
 
 Change = Callable[[Any], Any]
 Consume = Callable[[Tensor, Tensor], object]

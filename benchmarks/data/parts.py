@@ -22,7 +22,7 @@ from benchmarks.record import Row, parser_for, run_all
 from benchmarks.training.task_training import evaluate
 from benchmarks.training.tasks import TASKS, loss_of
 from sparcel import simulate
-from sparcel.data import PartSampler
+from sparcel.products.data import PartSampler
 
 NODES, SHARING = 4, 2
 RANKS = NODES * SHARING

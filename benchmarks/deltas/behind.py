@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from benchmarks.deltas.pairs import pairs
 from benchmarks.machine import itself, machine
 from benchmarks.record import RESULTS, Row, show, write
-from sparcel import delta
-from sparcel.delta.index import INDEX
-from sparcel.stores import read_at_most
+from sparcel.products import delta
+from sparcel.products.delta.index import INDEX
+from sparcel.products.stores import read_at_most
 
 LR = 1e-6
 VERSIONS = 51
@@ -49,7 +49,7 @@ def behind(store: delta.Store, to: int) -> Row:
     for _ in range(READERS):
         reader = delta.Subscriber(store)
         reader.update(0)
-        with patch("sparcel.delta.kept.read_at_most", wraps=read_at_most) as reads:
+        with patch("sparcel.products.delta.kept.read_at_most", wraps=read_at_most) as reads:
             start = perf_counter()
             update = reader.update(to)
             seconds.append(perf_counter() - start)

@@ -43,8 +43,8 @@ from benchmarks.deltas.pairs import pairs
 from benchmarks.deltas.transports import DELTA, DENSE, TRANSPORTS, Model, Transport, models
 from benchmarks.machine import machine
 from benchmarks.record import Row, network, write
-from sparcel import delta
-from sparcel.lab import link_bytes
+from sparcel.products import delta
+from sparcel.tools.lab import link_bytes
 
 VERSIONS = 4
 LR = 1e-6

@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.deltas.memory import process_bytes
 from benchmarks.machine import itself, machine
 from benchmarks.record import RESULTS, Row, show, write
-from sparcel import delta
+from sparcel.products import delta
 
 LAYERS, WIDTH, INNER, WORDS = 32, 4096, 11008, 32000
 SCALE, MOVED = 0.02, 6e-7

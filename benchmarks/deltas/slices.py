@@ -27,7 +27,7 @@ from benchmarks.deltas.memory import process_bytes, resident, tiled
 from benchmarks.deltas.pairs import pairs
 from benchmarks.machine import itself, machine
 from benchmarks.record import RESULTS, Row, show, write
-from sparcel import delta
+from sparcel.products import delta
 
 LR = 1e-6
 ELEMENTS = 250_000_000

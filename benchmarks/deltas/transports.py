@@ -19,7 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sparcel import delta
+from sparcel.products import delta
 
 DELTA, DENSE = "delta.broadcast", "all bf16"
 

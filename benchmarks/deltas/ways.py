@@ -21,7 +21,7 @@ import torch
 import zstandard
 from torch import Tensor
 
-from sparcel import delta
+from sparcel.products import delta
 
 Weights = dict[str, Tensor]
 Message = Iterable[bytes]

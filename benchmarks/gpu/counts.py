@@ -30,9 +30,9 @@ from torch import Tensor
 import sparcel
 from benchmarks import machine, record
 from benchmarks.gpu.tables import BEFORE
-from sparcel.comm import Communicator
-from sparcel.schemes import SPARSER, Scheme
-from sparcel.training import Averager
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import SPARSER, Scheme
+from sparcel.core.training import Averager
 from tests import nccl
 from tests.card import Launches, launches, moved, on_card
 from tests.workers import Pool
@@ -58,7 +58,7 @@ Row = dict[str, Any]
 
 def row(comm: Communicator, width: int, method: str, carrier: str) -> Row:
     """Return the counts of a method; all ranks call."""
-    import_module("sparcel.kernels.gpu.select").SAMPLES = SAMPLES
+    import_module("sparcel.core.kernels.gpu.select").SAMPLES = SAMPLES
     counts = counted(comm, width, SCHEMES[method](), carrier)
     return {"method": method, "carrier": carrier, **counts}
 

@@ -35,7 +35,7 @@ from benchmarks.gpu import passes
 from benchmarks.gpu.passes import Row, WrongResultError
 from benchmarks.gpu.rank import Job, methods
 from benchmarks.machine import machine
-from sparcel.lab import Loopback, WorkerFailedError, Workers
+from sparcel.tools.lab import Loopback, WorkerFailedError, Workers
 
 ON_CARD = torch.cuda.is_available()
 RESULTS = Path(__file__).parents[1] / "results"

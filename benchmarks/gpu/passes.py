@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.clock import Call, captured, cost_of
-from sparcel import device, kernels
-from sparcel.formats import HEADER_BYTES, format_named, message_length
-from sparcel.kernels import Addition, Regions
-from sparcel.regions import phase
+from sparcel.core import device, kernels
+from sparcel.core.formats import HEADER_BYTES, format_named, message_length
+from sparcel.core.kernels import Addition, Regions
+from sparcel.core.regions import phase
 
 RANKS = 8
 Share = tuple[float, str]

@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 import sparcel
 from benchmarks.gpu.clock import work_of
 from benchmarks.gpu.passes import Row, expect
-from sparcel import device
-from sparcel.schemes import SPARSER
+from sparcel.core import device
+from sparcel.core.schemes import SPARSER
 
 WARM_UP_STEPS = 4
 """DDP lays out its buckets anew after the first, and PowerSGD begins in the third."""
@@ -169,7 +169,7 @@ class Training:
         return loopback_bytes() / dist.get_world_size()
 
     def waits(self) -> int:
-        """Return how often the host has waited for the card in `sparcel.device.read`."""
+        """Return how often the host has waited for the card in `sparcel.core.device.read`."""
         if self.handle is None:
             return 0
         comm = self.handle._session.ranks.comm  # its jobs run on a thread that counts for itself

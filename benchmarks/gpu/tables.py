@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparcel.comm import ring_bytes
-from sparcel.cost import Problem, count
-from sparcel.cost.formulas import by_regions
-from sparcel.formats import format_named
-from sparcel.kernels import Regions
-from sparcel.regions import phase
+from sparcel.core.comm import ring_bytes
+from sparcel.core.cost import Problem, count
+from sparcel.core.cost.formulas import by_regions
+from sparcel.core.formats import format_named
+from sparcel.core.kernels import Regions
+from sparcel.core.regions import phase
 
 RESULTS = Path(__file__).parents[1] / "results"
 BEFORE = "958b5150"

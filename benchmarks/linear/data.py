@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sparcel.rows import HashedNGrams, Rows, Text, load, make_cache, save
+from sparcel.products.rows import HashedNGrams, Rows, Text, load, make_cache, save
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from benchmarks.linear.data import SETS, make, rows_of
 from benchmarks.linear.single import EPOCHS, matrix
 from benchmarks.machine import machine
 from benchmarks.record import Row, write
-from sparcel.linear import SparseLogisticRegression
+from sparcel.products.linear import SparseLogisticRegression
 
 L2 = 1e-6
 

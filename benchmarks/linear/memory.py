@@ -26,8 +26,8 @@ from benchmarks.linear.data import SETS, rows_of
 from benchmarks.machine import itself, machine
 from benchmarks.record import Row, write
 from benchmarks.record import rows_of as recorded
-from sparcel.linear import SparseLogisticRegression
-from sparcel.rows import HashedNGrams, shard
+from sparcel.products.linear import SparseLogisticRegression
+from sparcel.products.rows import HashedNGrams, shard
 
 INTERVAL = 0.003
 """Seconds between two looks at a process."""
@@ -169,7 +169,7 @@ def small(command: list[str]) -> list[str]:
 
 def estimate(name: str, work: Path, few: bool) -> None:
     """Fit an estimator to a rank's share of the rows."""
-    from sparcel.comm import world
+    from sparcel.core.comm import world
 
     comm, rows = world(), rows_of(SETS[name], work, "train")
     rows = shard(rows, *(0, 1) if comm is None else (comm.rank, comm.size))

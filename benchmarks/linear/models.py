@@ -27,15 +27,15 @@ from benchmarks.linear.data import SETS, make, rows_of
 from benchmarks.machine import itself, machine
 from benchmarks.record import Row, write
 from benchmarks.record import rows_of as recorded
-from sparcel.comm import world
-from sparcel.linear.gradient_descent import prepare
-from sparcel.linear.model import LinearModel
-from sparcel.linear.ranks import gathered
-from sparcel.linear.replicated import Exchange, Replicated
-from sparcel.linear.settings import Settings
-from sparcel.linear.trainer import Examples
-from sparcel.rows import shard
-from sparcel.stream import SparseStream
+from sparcel.core.comm import world
+from sparcel.core.stream import SparseStream
+from sparcel.products.linear.gradient_descent import prepare
+from sparcel.products.linear.model import LinearModel
+from sparcel.products.linear.ranks import gathered
+from sparcel.products.linear.replicated import Exchange, Replicated
+from sparcel.products.linear.settings import Settings
+from sparcel.products.linear.trainer import Examples
+from sparcel.products.rows import shard
 
 
 @dataclass(frozen=True)

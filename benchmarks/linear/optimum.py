@@ -31,13 +31,13 @@ from benchmarks.linear.data import SETS, rows_of
 from benchmarks.machine import machine
 from benchmarks.record import Row, write
 from benchmarks.record import rows_of as recorded
-from sparcel.comm import Communicator, world
-from sparcel.linear.coordinate_descent import Scd
-from sparcel.linear.gradient_descent import prepare
-from sparcel.linear.ranks import gathered
-from sparcel.linear.settings import Settings
-from sparcel.linear.trainer import Examples
-from sparcel.rows import Rows, shard
+from sparcel.core.comm import Communicator, world
+from sparcel.products.linear.coordinate_descent import Scd
+from sparcel.products.linear.gradient_descent import prepare
+from sparcel.products.linear.ranks import gathered
+from sparcel.products.linear.settings import Settings
+from sparcel.products.linear.trainer import Examples
+from sparcel.products.rows import Rows, shard
 
 L2 = 1e-6
 

@@ -28,12 +28,12 @@ import numpy as np
 from benchmarks.linear.data import SETS, rows_of
 from benchmarks.record import Row, extend
 from sparcel import simulate
-from sparcel.comm import Network
-from sparcel.comm.simulated import Report, SimulatedCommunicator
-from sparcel.linear.gradient_descent import prepare
-from sparcel.linear.settings import Settings
-from sparcel.linear.trainer import Epoch, Examples
-from sparcel.rows import shard
+from sparcel.core.comm import Network
+from sparcel.core.comm.simulated import Report, SimulatedCommunicator
+from sparcel.products.linear.gradient_descent import prepare
+from sparcel.products.linear.settings import Settings
+from sparcel.products.linear.trainer import Epoch, Examples
+from sparcel.products.rows import shard
 
 NETWORKS = {
     "Cray Aries": Network(latency_s=1.3e-6, bandwidth=10e9),
@@ -56,7 +56,7 @@ JOBS = [
 """Rows of SparCML's Table 2, with `sharded` beside them. Webspam's on 32 nodes has none: 32 whole
 models of 16.6 million dimensions, and dense gradients, would take 7 GB of this process."""
 
-CLOCK = "sparcel.linear.trainer.time"
+CLOCK = "sparcel.products.linear.trainer.time"
 
 Marked = tuple[Epoch, int, int]
 """An epoch, and which of its rank's events in the trace are its first and the next one's first."""

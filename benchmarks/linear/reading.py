@@ -24,7 +24,7 @@ from sklearn.datasets import load_svmlight_file
 from benchmarks.linear.data import SETS, make, rows_of
 from benchmarks.machine import machine
 from benchmarks.record import Row, write
-from sparcel.rows import Rows, SvmLight, Text, cached, make_cache, map_rows, read_svmlight
+from sparcel.products.rows import Rows, SvmLight, Text, cached, make_cache, map_rows, read_svmlight
 
 
 def write_svmlight(rows: Rows, file: Path) -> None:

@@ -31,18 +31,18 @@ import torch
 from benchmarks.linear.data import SETS, rows_of
 from benchmarks.machine import machine
 from benchmarks.record import Row, write
-from sparcel import collectives
-from sparcel.collectives.doubling import plain_sum
-from sparcel.comm import Communicator, world
-from sparcel.kernels import index_dtype
-from sparcel.linear.coordinate_descent import Scd
-from sparcel.linear.ranks import gathered
-from sparcel.linear.settings import Settings
-from sparcel.linear.trainer import Examples
-from sparcel.rows import shard
-from sparcel.rows.rows import Array
-from sparcel.stream import SparseStream
-from sparcel.wire import Wire
+from sparcel.core import collectives
+from sparcel.core.collectives.doubling import plain_sum
+from sparcel.core.comm import Communicator, world
+from sparcel.core.kernels import index_dtype
+from sparcel.core.stream import SparseStream
+from sparcel.core.wire import Wire
+from sparcel.products.linear.coordinate_descent import Scd
+from sparcel.products.linear.ranks import gathered
+from sparcel.products.linear.settings import Settings
+from sparcel.products.linear.trainer import Examples
+from sparcel.products.rows import shard
+from sparcel.products.rows.rows import Array
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from sklearn.linear_model import SGDClassifier
 from benchmarks.linear.data import SETS, make, rows_of
 from benchmarks.machine import machine
 from benchmarks.record import Row, write
-from sparcel.linear.gradient_descent import Sgd, prepare
-from sparcel.linear.settings import Settings
-from sparcel.linear.trainer import Examples
-from sparcel.rows import HashedNGrams, Rows
+from sparcel.products.linear.gradient_descent import Sgd, prepare
+from sparcel.products.linear.settings import Settings
+from sparcel.products.linear.trainer import Examples
+from sparcel.products.rows import HashedNGrams, Rows
 
 EPOCHS = 5
 BATCHES = (1000, 8000, 16_000)

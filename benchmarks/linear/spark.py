@@ -39,12 +39,12 @@ from benchmarks.linear.single import matrix
 from benchmarks.machine import itself, machine
 from benchmarks.record import Row, write
 from benchmarks.record import rows_of as recorded
-from sparcel.comm import world
-from sparcel.linear.gradient_descent import prepare
-from sparcel.linear.ranks import gathered
-from sparcel.linear.settings import Settings
-from sparcel.linear.trainer import Examples
-from sparcel.rows import shard
+from sparcel.core.comm import world
+from sparcel.products.linear.gradient_descent import prepare
+from sparcel.products.linear.ranks import gathered
+from sparcel.products.linear.settings import Settings
+from sparcel.products.linear.trainer import Examples
+from sparcel.products.rows import shard
 
 URLS = SETS["urls"]
 ROWS_A_STEP = 8000

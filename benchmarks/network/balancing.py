@@ -24,12 +24,13 @@ from benchmarks.machine import machine
 from benchmarks.network.scale import ETHERNET
 from benchmarks.record import show, write
 from benchmarks.training.models import Words
-from sparcel import SparseStream, patterns
-from sparcel.collectives.oktopk import gather_winners
-from sparcel.collectives.reduce_scatter import reduce_regions
-from sparcel.collectives.winners import average_boundaries, balanced_boundaries, global_topk
-from sparcel.comm import Communicator
-from sparcel.wire import Wire
+from sparcel import SparseStream
+from sparcel.core import patterns
+from sparcel.core.collectives.oktopk import gather_winners
+from sparcel.core.collectives.reduce_scatter import reduce_regions
+from sparcel.core.collectives.winners import average_boundaries, balanced_boundaries, global_topk
+from sparcel.core.comm import Communicator
+from sparcel.core.wire import Wire
 
 WORDS, LENGTH, BATCHES = 50_000, 32, 4
 DENSITY = 0.01

@@ -10,9 +10,9 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.pages import tables
 from benchmarks.record import RESULTS
-from sparcel.bench.contenders import DENSE
-from sparcel.bench.plot import plot
-from sparcel.bench.results import Results
+from sparcel.tools.bench.contenders import DENSE
+from sparcel.tools.bench.plot import plot
+from sparcel.tools.bench.results import Results
 
 SHOWN = (
     *DENSE,

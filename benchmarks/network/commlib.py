@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.machine import machine
 from benchmarks.record import Row, left_of, write
-from sparcel.lab import EmulatedNetwork, Link, Workers, parse_rate
+from sparcel.tools.lab import EmulatedNetwork, Link, Workers, parse_rate
 
 Phase = tuple[int, int, int]
 

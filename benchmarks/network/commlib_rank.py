@@ -27,9 +27,9 @@ from torch.utils.data import Dataset, DistributedSampler, Subset
 import sparcel
 from benchmarks.data.cache import Uncached
 from benchmarks.network.commlib import PARTS
-from sparcel.data import Cached, PartSampler
-from sparcel.lab import link_bytes
-from sparcel.optim import LARS
+from sparcel.core.optim import LARS
+from sparcel.products.data import Cached, PartSampler
+from sparcel.tools.lab import link_bytes
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import growing_images as example

@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.machine import machine
 from benchmarks.record import RESULTS, show, write
-from sparcel.lab import EmulatedNetwork, Workers, parse_link
+from sparcel.tools.lab import EmulatedNetwork, Workers, parse_link
 
 RATES = ("20mbit", "100mbit", "500mbit", "1gbit")
 DELAYS = ("20ms", "50ms", "100ms")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from benchmarks.pages.tables import table
-from sparcel.cost import stated_rates
-from sparcel.plan import MODELS, Model, PlannedStep, plan
+from sparcel.core.cost import stated_rates
+from sparcel.tools.plan import MODELS, Model, PlannedStep, plan
 
 ONE_BUCKET = 1 << 40
 """Bytes of a bucket that holds any model, so that no exchange overlaps with the computation."""

@@ -30,13 +30,13 @@ import torch
 from benchmarks.clock import Clock, Timed
 from benchmarks.machine import itself, machine
 from benchmarks.network.planner_judge import judge
-from sparcel.bench.contenders import STEP, BenchEngine, Contender, connected, contender, names
-from sparcel.bench.inputs import Case
-from sparcel.bench.predicted import predicted, problem_of
-from sparcel.comm import Communicator
-from sparcel.cost import Rates, measure
-from sparcel.formats import RAW, format_named
-from sparcel.ops import MAX
+from sparcel.core.comm import Communicator
+from sparcel.core.cost import Rates, measure
+from sparcel.core.formats import RAW, format_named
+from sparcel.core.ops import MAX
+from sparcel.tools.bench.contenders import STEP, BenchEngine, Contender, connected, contender, names
+from sparcel.tools.bench.inputs import Case
+from sparcel.tools.bench.predicted import predicted, problem_of
 
 GRIDS: dict[str, dict[str, list[Any]]] = {
     "fit": {

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from sparcel.bench.contenders import STEP
-from sparcel.bench.predicted import formula_of
-from sparcel.collectives import ALGORITHMS
-from sparcel.cost import Problem, Rates, predict
-from sparcel.formats import RAW, format_named
-from sparcel.schemes.auto import CANDIDATES
+from sparcel.core.collectives import ALGORITHMS
+from sparcel.core.cost import Problem, Rates, predict
+from sparcel.core.formats import RAW, format_named
+from sparcel.core.schemes.auto import CANDIDATES
+from sparcel.tools.bench.contenders import STEP
+from sparcel.tools.bench.predicted import formula_of
 
 NEAR, GOOD = 0.25, 1.15
 """`NEAR` is the largest error of a close prediction, as a share of the measured time. `GOOD` is the

@@ -25,14 +25,14 @@ import torch
 from benchmarks.machine import itself, machine
 from benchmarks.record import left_of, show, write
 from sparcel import SparseStream, simulate
-from sparcel.collectives import ALGORITHMS, broadcast, gtopk, oktopk
-from sparcel.collectives.doubling import halving_doubling
-from sparcel.comm import Communicator, Network
-from sparcel.formats import Expected
-from sparcel.ops import SUM
-from sparcel.schemes import Dense, Hierarchical, Request, Scheme, TopK
-from sparcel.schemes.step import Step
-from sparcel.wire import Wire
+from sparcel.core.collectives import ALGORITHMS, broadcast, gtopk, oktopk
+from sparcel.core.collectives.doubling import halving_doubling
+from sparcel.core.comm import Communicator, Network
+from sparcel.core.formats import Expected
+from sparcel.core.ops import SUM
+from sparcel.core.schemes import Dense, Hierarchical, Request, Scheme, TopK
+from sparcel.core.schemes.step import Step
+from sparcel.core.wire import Wire
 
 # With a second of latency and unlimited bandwidth, the seconds are the rounds.
 ROUNDS = Network(latency_s=1)

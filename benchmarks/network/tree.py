@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparcel import patterns
-from sparcel.comm import Communicator
+from sparcel.core import patterns
+from sparcel.core.comm import Communicator
 
 CHUNK_BYTES = 1 << 20
 

@@ -40,9 +40,10 @@ from benchmarks.clock import Clock
 from benchmarks.machine import machine
 from benchmarks.network.tree import tree_all_reduce
 from benchmarks.record import Row, network, show, write
-from sparcel import scheme, units
-from sparcel.bench.contenders import BenchEngine, connected
-from sparcel.schemes import Costs, Request, Scheme
+from sparcel import scheme
+from sparcel.core import units
+from sparcel.core.schemes import Costs, Request, Scheme
+from sparcel.tools.bench.contenders import BenchEngine, connected
 
 METHODS = ("NaiveAG", "TreeAR", "engine", "2DTAR", "HiTopKComm")
 SIZES = [1_000_000, 4_000_000, 16_000_000, 64_000_000]

@@ -18,7 +18,7 @@ from benchmarks.network.tree import tree_all_reduce
 from benchmarks.network.two_tiers import METHODS
 from benchmarks.record import Row, show, write
 from sparcel import scheme, simulate
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
 
 GRIDS = [(2, 4), (2, 8), (4, 8), (16, 8)]
 SIZE = 1 << 18

@@ -40,7 +40,7 @@ import torch
 import sparcel.outer
 from benchmarks.machine import machine
 from benchmarks.record import RESULTS, Row, show, write
-from sparcel.lab import Link, Network, open_network
+from sparcel.tools.lab import Link, Network, open_network
 
 EVERY, INNER_S, PATIENCE_S, SILENCE_S = 20, 0.06, 5.0, 20.0
 FEWEST, MOST, UNDISTURBED = 2, 5, 4

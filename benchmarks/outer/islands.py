@@ -20,8 +20,8 @@ from benchmarks.training.frontier import method_of
 from benchmarks.training.models import Words
 from benchmarks.training.task_training import Run, evaluate
 from benchmarks.training.tasks import TASKS, Split, Task, batches, loss_of
-from sparcel.comm import Communicator, Network
-from sparcel.outer.method import METHODS
+from sparcel.core.comm import Communicator, Network
+from sparcel.products.outer.method import METHODS
 
 LINKS = {
     "100 Mbit/s, 50 ms": Network(latency_s=0.05, bandwidth=12.5e6),

@@ -22,7 +22,7 @@ import torch
 import sparcel.outer
 from benchmarks.machine import machine
 from benchmarks.record import RESULTS, Row, show, write
-from sparcel.meeting import Server
+from sparcel.products.meeting import Server
 
 LAYERS, WIDTH, STEPS, ROUNDS = 6, 2048, 6, 5
 

@@ -16,7 +16,7 @@ import torch
 import sparcel
 from benchmarks.outer.islands import LINKS
 from benchmarks.record import RESULTS, Row, rows_of
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
 
 RECORDS = ("training", "muon", "images", "every", "islands")
 COMPUTE_S = 0.1

@@ -23,8 +23,8 @@ import torch.distributed as dist
 import sparcel.outer
 from benchmarks.machine import machine
 from benchmarks.record import RESULTS, Row, show, write
-from sparcel.lab import EmulatedNetwork, Line, Link, Workers
-from sparcel.outer.method import METHODS
+from sparcel.products.outer.method import METHODS
+from sparcel.tools.lab import EmulatedNetwork, Line, Link, Workers
 
 LAYERS, WIDTH, PAUSE_S, EVERY, ROUNDS = 6, 2048, 0.1, 150, 4
 RATE_BITS_PER_S = 100_000_000

@@ -19,10 +19,10 @@ from rich.console import Console
 
 from benchmarks.record import shown_of
 from benchmarks.rules import rule_of
-from sparcel.bench.report import tables
-from sparcel.bench.results import Results
-from sparcel.plan.recorded import OWN, RECORDED
-from sparcel.schemes import DEFAULT, RECOMMENDED
+from sparcel.core.schemes import DEFAULT, RECOMMENDED
+from sparcel.tools.bench.report import tables
+from sparcel.tools.bench.results import Results
+from sparcel.tools.plan.recorded import OWN, RECORDED
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parents[1] / "results"

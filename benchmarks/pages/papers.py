@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from benchmarks.network import papers_models as models
 from benchmarks.pages.tables import over_seeds, table
 from benchmarks.record import RESULTS, Row, shown_of
-from sparcel.analysis import expected_nnz
+from sparcel.tools.analysis import expected_nnz
 
 
 class Ours(NamedTuple):

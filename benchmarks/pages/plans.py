@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks.pages.tables import table
-from sparcel import units
-from sparcel.cost import stated_rates
-from sparcel.plan import PlannedStep, model_of, plan
-from sparcel.plan.recorded import AT_10_PER_CENT, UNNAMED
+from sparcel.core import units
+from sparcel.core.cost import stated_rates
+from sparcel.tools.plan import PlannedStep, model_of, plan
+from sparcel.tools.plan.recorded import AT_10_PER_CENT, UNNAMED
 
 CLUSTERS = (
     *(("resnet50", "120ms", 4, 1), ("resnet50", "120ms", 8, 1), ("resnet50", "120ms", 32, 1)),

@@ -21,7 +21,7 @@ import torch
 from benchmarks.machine import machine
 from benchmarks.record import RESULTS, Row, write
 from sparcel import SparseStream
-from sparcel.formats import Format, decode, format_named
+from sparcel.core.formats import Format, decode, format_named
 
 SIZE = 16 << 20
 DENSITIES = (0.001, 0.01, 0.1)

@@ -15,10 +15,11 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from sparcel import SparseStream, kernels
-from sparcel.selectors import Selector
-from sparcel.selectors.base import reaching, stream_of
-from sparcel.selectors.draws import integers
+from sparcel import SparseStream
+from sparcel.core import kernels
+from sparcel.core.selectors import Selector
+from sparcel.core.selectors.base import reaching, stream_of
+from sparcel.core.selectors.draws import integers
 
 SMALLEST_SAMPLE = 512
 

@@ -16,7 +16,7 @@ import sparcel
 from benchmarks.machine import machine
 from benchmarks.record import RESULTS, Row, show, write
 from benchmarks.rules import rule_of
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
 
 RANKS, SIZE, STEPS, EVERY = 8, 1 << 14, 200, 50
 DENSITIES, BITS = (0.03, 0.25), (8, 4, 2)

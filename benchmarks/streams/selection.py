@@ -28,9 +28,10 @@ from torch import Tensor
 
 from benchmarks.machine import machine
 from benchmarks.streams.paper_selectors import DoubleSampling, GaussianK
-from sparcel import _cpu, kernels
-from sparcel.kernels.definitions import select as reference
-from sparcel.selectors import SELECTORS, overlap, selector, topk
+from sparcel import _cpu
+from sparcel.core import kernels
+from sparcel.core.kernels.definitions import select as reference
+from sparcel.core.selectors import SELECTORS, overlap, selector, topk
 
 DENSITIES = (0.001, 0.01)
 CHUNK, PER_CHUNK = 512, 5

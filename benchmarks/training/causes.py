@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from benchmarks.record import Row, parser_for, run_all
 from benchmarks.training.causes_rules import RANKS, VARIANTS, Exchange
 from benchmarks.training.tasks import TASKS, batches, loss_of
-from sparcel.training import stays_dense
+from sparcel.core.training import stays_dense
 
 
 def tiny_cnn() -> nn.Sequential:

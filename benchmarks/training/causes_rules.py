@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.training.tasks import MOMENTUM
-from sparcel.schemes import front_loaded
-from sparcel.schemes.density import count_for
-from sparcel.selectors import topk
+from sparcel.core.schemes import front_loaded
+from sparcel.core.schemes.density import count_for
+from sparcel.core.selectors import topk
 
 RANKS = 8
 

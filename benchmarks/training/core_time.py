@@ -27,10 +27,11 @@ import torch
 from benchmarks.clock import Clock
 from benchmarks.machine import itself, machine
 from benchmarks.record import Row, show, write
-from sparcel import scheme, units
-from sparcel.bench.contenders import BenchEngine, connected
-from sparcel.lab import Link, Workers, open_network, parse_rate
-from sparcel.schemes import SPARSER, Scheme
+from sparcel import scheme
+from sparcel.core import units
+from sparcel.core.schemes import SPARSER, Scheme
+from sparcel.tools.bench.contenders import BenchEngine, connected
+from sparcel.tools.lab import Link, Workers, open_network, parse_rate
 
 WARM_UP, GRADIENTS = 12, 3
 """Steps before the first turn, in which memories fill up; gradients that take turns."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.machine import machine
 from benchmarks.record import RESULTS
-from sparcel.lab import Loopback, run
+from sparcel.tools.lab import Loopback, run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "slow_network.py"
 NODES = 4

@@ -22,9 +22,9 @@ import sparcel
 from benchmarks.record import Row, parser_for, run_all
 from benchmarks.training.task_training import Method, Run, evaluate
 from benchmarks.training.tasks import TASKS
-from sparcel.comm import Communicator
-from sparcel.optim import LARS
-from sparcel.training import Averager, residuals
+from sparcel.core.comm import Communicator
+from sparcel.core.optim import LARS
+from sparcel.core.training import Averager, residuals
 
 RANKS, STEPS = 4, 1000
 AFTER = 300

@@ -25,8 +25,8 @@ from benchmarks.training.convergence import RANKS, SUITE
 from benchmarks.training.peers import HALVES, train_with_hook
 from benchmarks.training.task_training import Method, train
 from benchmarks.training.tasks import TASKS
-from sparcel.cost import stated_rates
-from sparcel.formats import format_named
+from sparcel.core.cost import stated_rates
+from sparcel.core.formats import format_named
 
 VALUE_BYTES = 4
 LINK = 12.5e6

@@ -25,7 +25,7 @@ from benchmarks.machine import machine
 from benchmarks.record import Row, network, show, write
 from benchmarks.training.fsdp import SHAPE
 from benchmarks.training.fsdp_model import METHODS, TOPK, Replica, mesh_of_nodes, random_batches
-from sparcel.comm import resolve
+from sparcel.core.comm import resolve
 
 STEPS, WARM_UP, BATCH = 40, 5, 8
 

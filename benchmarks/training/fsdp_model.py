@@ -18,15 +18,15 @@ from torch.distributed.tensor import DTensor
 import sparcel
 from benchmarks.training.models import Words
 from benchmarks.training.tasks import loss_of
-from sparcel import auto
-from sparcel.comm import ring_bytes
-from sparcel.cost import STEPS, Problem, count, default_rates
-from sparcel.cost.formulas import Terms, fastest_sum, gather
-from sparcel.cost.predict import Formula
-from sparcel.memory import Range
-from sparcel.schemes import DEFAULT, SPARSER, Settings
-from sparcel.schemes.density import count_for
-from sparcel.training import Averager, Shard, stays_dense
+from sparcel.core import auto
+from sparcel.core.comm import ring_bytes
+from sparcel.core.cost import STEPS, Problem, count, default_rates
+from sparcel.core.cost.formulas import Terms, fastest_sum, gather
+from sparcel.core.cost.predict import Formula
+from sparcel.core.memory import Range
+from sparcel.core.schemes import DEFAULT, SPARSER, Settings
+from sparcel.core.schemes.density import count_for
+from sparcel.core.training import Averager, Shard, stays_dense
 
 LETTERS, LENGTH = 65, 48
 LR = 1e-3
@@ -251,7 +251,7 @@ def _sent(formula: Formula, problems: Sequence[Problem]) -> float:
 
 
 def _whole(problem: Problem) -> Terms:
-    """Return the terms of `sparcel.auto.sum_whole`."""
+    """Return the terms of `sparcel.core.auto.sum_whole`."""
     if problem.ranks > 2 and auto.fastest(problem, default_rates()) != "allgather":
         return fastest_sum(problem)
     return gather(problem.ranks, problem.size * problem.itemsize)

@@ -36,7 +36,7 @@ from benchmarks.training.fsdp_model import (
     random_batches,
     vectors_of,
 )
-from sparcel.comm import resolve
+from sparcel.core.comm import resolve
 
 EXCHANGED = (HSDP, HSDP_HALF, TOPK, PACKED, AT_10)
 GRADIENTS = 3

@@ -31,7 +31,7 @@ from benchmarks.record import Row, left_of, origin_of, write
 from benchmarks.training.peers import register
 from benchmarks.training.task_training import Method, Run, evaluate
 from benchmarks.training.tasks import TASKS, batches, loss_of
-from sparcel.schemes import SPARSER, Settings
+from sparcel.core.schemes import SPARSER, Settings
 
 POINTS = 50
 HELD_OUT = 20

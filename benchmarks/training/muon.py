@@ -24,8 +24,8 @@ from benchmarks.record import Row, parser_for, run_all
 from benchmarks.training.models import Words
 from benchmarks.training.task_training import Method, Run, evaluate
 from benchmarks.training.tasks import TASKS, Task
-from sparcel.comm import Communicator
-from sparcel.training import Averager
+from sparcel.core.comm import Communicator
+from sparcel.core.training import Averager
 
 RANKS, LENGTH, TESTED, LR = 8, 48, 1000, 0.02
 TASK = Task(

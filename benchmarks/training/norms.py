@@ -2,7 +2,7 @@
 
 All norms of the parameters and gradients of ResNet-50, of a transformer and of a small model are
 computed, and the rates of LARS from them (CommLib, equation 11): by every rank, and by
-`sparcel.optim.parallel`, made to share the work where the cost model would not. Values are random.
+`core.optim.parallel`, made to share the work where the cost model would not. Values are random.
 ``chosen`` is what the cost model chooses. Rows take turns; a figure is the median of the rounds,
 and that of a round is the slowest rank's. One thread a rank.
 
@@ -38,10 +38,11 @@ from benchmarks.clock import Clock
 from benchmarks.machine import machine
 from benchmarks.pages.tables import table
 from benchmarks.record import RESULTS, Row, rows_of, write
-from sparcel import cost, kernels, simulate
-from sparcel.comm import Communicator, Network, SimulatedCommunicator, resolve
-from sparcel.cost import Rates, stated_rates
-from sparcel.optim import parallel
+from sparcel import simulate
+from sparcel.core import cost, kernels
+from sparcel.core.comm import Communicator, Network, SimulatedCommunicator, resolve
+from sparcel.core.cost import Rates, stated_rates
+from sparcel.core.optim import parallel
 
 Shapes = Iterator[tuple[int, ...]]
 

@@ -20,8 +20,8 @@ import sparcel
 from benchmarks.record import Row, parser_for, run_all
 from benchmarks.training.task_training import Method, Run, evaluate
 from benchmarks.training.tasks import TASKS
-from sparcel.comm import Communicator
-from sparcel.training import Averager
+from sparcel.core.comm import Communicator
+from sparcel.core.training import Averager
 
 RANKS, TASK = 8, "images"
 FIRST_LAYER = ("0.weight",)

@@ -24,7 +24,11 @@ from benchmarks.record import Row, parser_for, run_all
 from benchmarks.streams.paper_selectors import GaussianK
 from benchmarks.training.task_training import Method, Run, evaluate
 from benchmarks.training.tasks import TASKS, Task, loss_of
-from sparcel.analysis import (
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes.density import count_for
+from sparcel.core.selectors import selector, topk
+from sparcel.core.training import Averager, stays_dense
+from sparcel.tools.analysis import (
     contraction,
     cosine_similarities,
     fill_in,
@@ -33,10 +37,6 @@ from sparcel.analysis import (
     spearman,
     xi,
 )
-from sparcel.comm import Communicator
-from sparcel.schemes.density import count_for
-from sparcel.selectors import selector, topk
-from sparcel.training import Averager, stays_dense
 
 RANKS, DENSITY, EVERY = 8, 0.01, 40
 MANY, DENSITIES = 64, (0.001, 0.01, 0.05, 0.1)

@@ -25,7 +25,7 @@ from benchmarks.training.convergence import RANKS
 from benchmarks.training.frontier import method_of
 from benchmarks.training.task_training import Method, Run
 from benchmarks.training.tasks import TASKS
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
 
 TASK, STEPS, MOMENTUM, TENTHS = "code, Muon", 150, 0.95, 10
 RUNS = {

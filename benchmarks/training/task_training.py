@@ -22,10 +22,10 @@ from torch.func import functional_call
 import sparcel
 from benchmarks.rules import rule_of
 from benchmarks.training.tasks import TASKS, Split, Task, batches, loss_of
-from sparcel.comm import Communicator
-from sparcel.rates import Rates
-from sparcel.selectors import Selector
-from sparcel.training import Averager, stays_dense
+from sparcel.core.comm import Communicator
+from sparcel.core.rates import Rates
+from sparcel.core.selectors import Selector
+from sparcel.core.training import Averager, stays_dense
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -6,13 +6,15 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sparcel.api import all_gather, all_reduce, all_reduce_topk, broadcast, reduce_scatter
-    from sparcel.attaching import attach
+    from sparcel import comm as comm
+    from sparcel import training as training
     from sparcel.comm import simulate
-    from sparcel.ops import Op
+    from sparcel.core.api import all_gather, all_reduce, all_reduce_topk, broadcast, reduce_scatter
+    from sparcel.core.attaching import attach
+    from sparcel.core.ops import Op
+    from sparcel.core.stream import SparseStream
     from sparcel.schemes import Hierarchical, scheme
     from sparcel.selectors import topk
-    from sparcel.stream import SparseStream
     from sparcel.training import Handle, Phase, Schedule
 
 __version__ = version("sparcel")
@@ -59,7 +61,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one that exists
         those that need no torch do not wait for it.
         """
         if name in _HOMES:
-            found = getattr(import_module(f"sparcel.{_HOMES[name]}"), name)
+            found = getattr(import_module(f"sparcel.core.{_HOMES[name]}"), name)
             return globals().setdefault(name, found)
         if not name.startswith("_") and find_spec(f"sparcel.{name}") is not None:
             return import_module(f"sparcel.{name}")

@@ -14,7 +14,7 @@ def main() -> None:
     """Run the command line; Ctrl-C and SIGTERM end it in one line at any time."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
-    from sparcel.cli import run  # takes a while, which a signal may interrupt
+    from sparcel.tools.cli import run  # takes a while, which a signal may interrupt
 
     run(speaks=_is_first())
 

@@ -1,4 +1,4 @@
-"""CPU kernels of sparcel; sparcel.kernels documents them."""
+"""CPU kernels of sparcel; sparcel.core.kernels documents them."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -141,7 +141,7 @@ class Mesh:
     def broken(self) -> list[int]: ...
 
 class LinearModel:
-    """The numbers of a linear model and its regularisation; see `sparcel.linear.weights`."""
+    """The numbers of a linear model and its regularisation; see `products.linear.weights`."""
 
     scale: float
     now: float
@@ -175,7 +175,7 @@ class LinearModel:
     def read(self, out: NumpyArray) -> None: ...
 
 class LinearBatch:
-    """A batch of rows by columns; see `sparcel.linear.batches`."""
+    """A batch of rows by columns; see `sparcel.products.linear.batches`."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ def by_columns(
 ) -> list[int]: ...
 
 class LinearShard:
-    """A rank's rows by columns; see `sparcel.linear.coordinate_descent`."""
+    """A rank's rows by columns; see `sparcel.products.linear.coordinate_descent`."""
 
     def __init__(
         self,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from sparcel.analysis import expected_nnz, ranks_until_dense
-from sparcel.cli import app
 from sparcel.errors import InputError
+from sparcel.tools.analysis import expected_nnz, ranks_until_dense
+from sparcel.tools.cli import app
 
 
 def test_density_prints_the_expected_nnz_and_when_the_sum_turns_dense() -> None:

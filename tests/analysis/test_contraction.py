@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparcel import SparseStream, topk
-from sparcel.analysis import contraction, contraction_bound, hamming_distance, xi
 from sparcel.errors import InputError
+from sparcel.tools.analysis import contraction, contraction_bound, hamming_distance, xi
 
 small = st.lists(st.integers(-9, 9), min_size=2, max_size=8).filter(any)
 

@@ -12,18 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel import SparseStream, simulate
-from sparcel.analysis import (
+from sparcel.core.collectives.reduce_scatter import split_allgather
+from sparcel.core.comm import Communicator
+from sparcel.core.stream import dense_from
+from sparcel.core.wire import Wire
+from sparcel.errors import InputError
+from sparcel.tools.analysis import (
     delta,
     expected_nnz,
     nnz_variance,
     ranks_until_dense,
     relative_volume,
 )
-from sparcel.collectives.reduce_scatter import split_allgather
-from sparcel.comm import Communicator
-from sparcel.errors import InputError
-from sparcel.stream import dense_from
-from sparcel.wire import Wire
 from tests.strategies import DTYPES
 
 

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from sparcel import SparseStream, topk
-from sparcel.analysis import (
+from sparcel.core.stream import reduce
+from sparcel.errors import InputError, MissingDependencyError
+from sparcel.tools.analysis import (
     Growth,
     expected_nnz,
     fill_in,
@@ -21,8 +23,6 @@ from sparcel.analysis import (
     growth,
     plot_fill_in,
 )
-from sparcel.errors import InputError, MissingDependencyError
-from sparcel.stream import reduce
 from tests.strategies import Case, cases
 
 SIZE, RANKS = 5000, 8

@@ -15,7 +15,8 @@ from scipy.stats import linregress, spearmanr
 from torch import Tensor
 
 from sparcel import SparseStream, topk
-from sparcel.analysis import (
+from sparcel.errors import InputError, MissingDependencyError
+from sparcel.tools.analysis import (
     cosine_similarities,
     hamming_distance,
     normalized_hamming_distance,
@@ -23,7 +24,6 @@ from sparcel.analysis import (
     similarity,
     spearman,
 )
-from sparcel.errors import InputError, MissingDependencyError
 
 index_sets = st.sets(st.integers(0, 30), max_size=12)
 

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from sparcel.bench.timing import PHASES
-from sparcel.cli import app
-from sparcel.cli.bench import _rates_source
-from sparcel.collectives import ALGORITHMS
-from sparcel.cost import SUMS, Problem, predict, stated_rates
-from sparcel.cost.formulas import engine
+from sparcel.core.collectives import ALGORITHMS
+from sparcel.core.cost import SUMS, Problem, predict, stated_rates
+from sparcel.core.cost.formulas import engine
+from sparcel.core.formats import RAW
 from sparcel.errors import InputError
-from sparcel.formats import RAW
+from sparcel.tools.bench.timing import PHASES
+from sparcel.tools.cli import app
+from sparcel.tools.cli.bench import _rates_source
 
 _SIZE, _DENSITY, _K = 4096, 0.01, 41
 _RATES = stated_rates(bandwidth=1e9, latency_s=1e-4, ranks=2)
@@ -137,7 +137,7 @@ def test_processes_are_started_with_mpi_if_it_is_to_be_measured(
     workers = MagicMock()
     lines = workers.return_value.__enter__.return_value.lines
     lines.return_value = [(0, "of rank 0"), (1, "of rank 1")]
-    monkeypatch.setattr("sparcel.bench.run.Workers", workers)
+    monkeypatch.setattr("sparcel.tools.bench.run.Workers", workers)
     for name in ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
     for engines in ("gloo", "gloo,mpi"):

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel.bench.inputs import CLUSTERS, SPREAD, Case, load_gradients
+from sparcel.core.selectors import topk
 from sparcel.errors import InputError
-from sparcel.selectors import topk
+from sparcel.tools.bench.inputs import CLUSTERS, SPREAD, Case, load_gradients
 
 SIZES = st.integers(1, 5000)
 DENSITIES = st.floats(1e-4, 1)

@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel import SparseStream, simulate
-from sparcel.bench import inputs
-from sparcel.bench.inputs import Case
-from sparcel.collectives import gathered_topk, gtopk
-from sparcel.stream import reduce
-from sparcel.wire import Wire
+from sparcel.core.collectives import gathered_topk, gtopk
+from sparcel.core.stream import reduce
+from sparcel.core.wire import Wire
+from sparcel.tools.bench import inputs
+from sparcel.tools.bench.inputs import Case
 
 CASES = st.builds(
     Case,

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from sparcel import units
-from sparcel.bench import plot as drawn
-from sparcel.bench.plot import plot
-from sparcel.bench.results import Cell, Results, summarized
-from sparcel.bench.timing import PHASES
-from sparcel.cli import app
+from sparcel.core import units
 from sparcel.errors import InputError
+from sparcel.tools.bench import plot as drawn
+from sparcel.tools.bench.plot import plot
+from sparcel.tools.bench.results import Cell, Results, summarized
+from sparcel.tools.bench.timing import PHASES
+from sparcel.tools.cli import app
 
 pytest.importorskip("matplotlib")
 

@@ -3,12 +3,12 @@
 import pytest
 
 from sparcel import simulate
-from sparcel.bench.contenders import connected, names
-from sparcel.bench.predicted import verdict
-from sparcel.bench.results import BenchSettings, Cell, summarized
-from sparcel.bench.run import network
-from sparcel.comm import launched
+from sparcel.core.comm import launched
 from sparcel.errors import InputError
+from sparcel.tools.bench.contenders import connected, names
+from sparcel.tools.bench.predicted import verdict
+from sparcel.tools.bench.results import BenchSettings, Cell, summarized
+from sparcel.tools.bench.run import network
 
 
 def test_baselines_come_first_and_dense_is_always_included() -> None:

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from sparcel import simulate
-from sparcel.auto import all_reduce
-from sparcel.bench import timing
-from sparcel.bench.contenders import Contender
-from sparcel.bench.inputs import Case
-from sparcel.bench.timing import Measured, Stopwatch, time_contender, watched
-from sparcel.comm import Communicator
-from sparcel.formats import RAW
-from sparcel.stream import SparseStream
-from sparcel.wire import Wire
+from sparcel.core.auto import all_reduce
+from sparcel.core.comm import Communicator
+from sparcel.core.formats import RAW
+from sparcel.core.stream import SparseStream
+from sparcel.core.wire import Wire
+from sparcel.tools.bench import timing
+from sparcel.tools.bench.contenders import Contender
+from sparcel.tools.bench.inputs import Case
+from sparcel.tools.bench.timing import Measured, Stopwatch, time_contender, watched
 
 RunOn = Callable[..., list[Any]]
 CASE = Case(1000, 0.05, "uniform", 2)

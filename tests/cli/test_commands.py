@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from sparcel.cli import run
-from sparcel.cli.meet import told
-from sparcel.cost import stated_rates
-from sparcel.plan.planner import MOST_RANKS
+from sparcel.core.cost import stated_rates
+from sparcel.tools.cli import run
+from sparcel.tools.cli.meet import told
+from sparcel.tools.plan.planner import MOST_RANKS
 
 COMMAND = [sys.executable, "-m", "sparcel"]
 BENCH = ["bench", "--ranks", "2", "--sizes", "1Ki", "--algorithms", "oktopk"]
@@ -57,7 +57,9 @@ BAD_RATES: dict[str, bytes | None] = {
 
 
 def test_no_command_waits_for_torch_before_it_needs_it() -> None:
-    code = "import sys, sparcel.cli; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = (
+        "import sys, sparcel.tools.cli; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

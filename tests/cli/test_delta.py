@@ -23,10 +23,9 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from sparcel import simulate
-from sparcel.cli import app
-from sparcel.cli.delta.places import share
-from sparcel.comm.simulated import SimulatedCommunicator
-from sparcel.delta import (
+from sparcel.core.comm.simulated import SimulatedCommunicator
+from sparcel.errors import FormatError, InputError, SparcelError, VersionError
+from sparcel.products.delta import (
     Entry,
     Folder,
     Follower,
@@ -42,10 +41,11 @@ from sparcel.delta import (
     store_at,
     version_of,
 )
-from sparcel.delta.chunk import read_chunk
-from sparcel.delta.files import File, anchor_file, delta_file
-from sparcel.delta.index import write_index
-from sparcel.errors import FormatError, InputError, SparcelError, VersionError
+from sparcel.products.delta.chunk import read_chunk
+from sparcel.products.delta.files import File, anchor_file, delta_file
+from sparcel.products.delta.index import write_index
+from sparcel.tools.cli import app
+from sparcel.tools.cli.delta.places import share
 
 Tensors = dict[str, Tensor]
 

@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel import SparseStream, simulate
-from sparcel.auto import all_reduce
-from sparcel.collectives import ALGORITHMS
+from sparcel.core.auto import all_reduce
+from sparcel.core.collectives import ALGORITHMS
+from sparcel.core.formats import RAW, Format
+from sparcel.core.formats.indices import INDEX_CODES
+from sparcel.core.wire import Wire
 from sparcel.errors import InputError
-from sparcel.formats import RAW, Format
-from sparcel.formats.indices import INDEX_CODES
-from sparcel.wire import Wire
 from tests.strategies import (
     DTYPES,
     LAYOUTS,

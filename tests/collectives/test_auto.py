@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparcel
-from sparcel import SparseStream, auto, cost, simulate
-from sparcel.collectives import ALGORITHMS
+from sparcel import SparseStream, simulate
+from sparcel.core import auto, cost
+from sparcel.core.collectives import ALGORITHMS
+from sparcel.core.ops import SUM
+from sparcel.core.wire import Wire
 from sparcel.errors import CommunicationError, InputError
-from sparcel.ops import SUM
-from sparcel.wire import Wire
 from tests.strategies import CIRCLE, case_of, dense_reference, full
 
 WORLDS = range(1, 18)

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel import SparseStream, simulate
-from sparcel.collectives import broadcast
-from sparcel.collectives.broadcast import TREE_BYTES
-from sparcel.comm import Communicator
-from sparcel.comm.simulated import Report
+from sparcel.core.collectives import broadcast
+from sparcel.core.collectives.broadcast import TREE_BYTES
+from sparcel.core.comm import Communicator
+from sparcel.core.comm.simulated import Report
+from sparcel.core.formats import Expected
+from sparcel.core.wire import Wire
 from sparcel.errors import CommunicationError, MismatchError
-from sparcel.formats import Expected
-from sparcel.wire import Wire
 from tests.collectives.test_traffic import evaluate
 from tests.strategies import make_stream, same_stream
 from tests.workers import WORLD_SIZES

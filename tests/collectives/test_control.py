@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from sparcel import SparseStream, simulate
-from sparcel.collectives import ALGORITHMS, all_gather, broadcast
-from sparcel.formats import Format
-from sparcel.ops import SUM
-from sparcel.stream import concatenate, reduce
-from sparcel.wire import Wire
+from sparcel.core.collectives import ALGORITHMS, all_gather, broadcast
+from sparcel.core.formats import Format
+from sparcel.core.ops import SUM
+from sparcel.core.stream import concatenate, reduce
+from sparcel.core.wire import Wire
 
 # The dense all-reduce is the engine's; before it, ranks compare their headers only.
 SUMS = [name for name in ALGORITHMS if name != "dense"]

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import sparcel
-from sparcel import Op, collectives, simulate
-from sparcel.collectives import ALGORITHMS, Estimates
-from sparcel.comm import Communicator
+from sparcel import Op, simulate
+from sparcel.core import collectives
+from sparcel.core.collectives import ALGORITHMS, Estimates
+from sparcel.core.comm import Communicator
+from sparcel.core.formats import RAW, Expected, Format
+from sparcel.core.stream import SparseStream
+from sparcel.core.wire import Wire
 from sparcel.errors import MismatchError, SparcelError
-from sparcel.formats import RAW, Expected, Format
-from sparcel.stream import SparseStream
-from sparcel.wire import Wire
 from tests.strategies import CIRCLE, make_stream
 from tests.workers import on_engines_in_turn
 
@@ -49,7 +50,7 @@ def in_order(*ops: str) -> Callable[[Communicator], object]:
 
 
 def through(name: str, format: Any = RAW, **arguments: Any) -> Callable[[Communicator], object]:
-    """Return a call of a function of `sparcel.collectives`."""
+    """Return a call of a function of `sparcel.core.collectives`."""
     function = getattr(collectives, name)
     return lambda comm: function(own(comm), Wire(comm, format), **arguments)
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from sparcel import SparseStream, simulate
-from sparcel.auto import all_reduce
-from sparcel.collectives import ALGORITHMS, all_gather, broadcast, gathered_topk, gtopk
-from sparcel.collectives.oktopk import topk_by_regions
-from sparcel.collectives.reduce_scatter import reduce_scatter
+from sparcel.core.auto import all_reduce
+from sparcel.core.collectives import ALGORITHMS, all_gather, broadcast, gathered_topk, gtopk
+from sparcel.core.collectives.oktopk import topk_by_regions
+from sparcel.core.collectives.reduce_scatter import reduce_scatter
+from sparcel.core.wire import Wire
 from sparcel.errors import CommunicationError, MismatchError
-from sparcel.wire import Wire
 from tests.strategies import SUM, case_of, dense_reference, full, make_stream
 
 COLLECTIVES = {

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel import SparseStream, simulate
-from sparcel.collectives import gathered_topk, oktopk
-from sparcel.collectives.oktopk import topk_by_regions
+from sparcel.core.collectives import gathered_topk, oktopk
+from sparcel.core.collectives.oktopk import topk_by_regions
+from sparcel.core.wire import Wire
 from sparcel.errors import InputError
-from sparcel.wire import Wire
 from tests.strategies import (
     FLOATS,
     case_of,

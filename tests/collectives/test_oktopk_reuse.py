@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 
 from sparcel import SparseStream, simulate
-from sparcel.collectives import Estimates, oktopk_reuse
-from sparcel.wire import Wire
+from sparcel.core.collectives import Estimates, oktopk_reuse
+from sparcel.core.wire import Wire
 from tests.collectives.test_oktopk import CASES, oracle, streams_of
 from tests.strategies import full, same_bits, same_stream
 

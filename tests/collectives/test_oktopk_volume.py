@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel import simulate
-from sparcel.collectives import gathered_topk, oktopk
-from sparcel.collectives.oktopk import (
+from sparcel.core.collectives import gathered_topk, oktopk
+from sparcel.core.collectives.oktopk import (
     direct_volume,
     evened_volume,
     gather_direct,
@@ -17,9 +17,9 @@ from sparcel.collectives.oktopk import (
     moves_to_even,
     topk_by_regions,
 )
-from sparcel.collectives.winners import TOLERANCE, TOLERATED, balanced_boundaries
-from sparcel.formats import RAW, Lengths
-from sparcel.wire import Wire
+from sparcel.core.collectives.winners import TOLERANCE, TOLERATED, balanced_boundaries
+from sparcel.core.formats import RAW, Lengths
+from sparcel.core.wire import Wire
 from tests.collectives.test_oktopk import LAYOUTS, VALUES, streams_of
 from tests.collectives.test_traffic import evaluate, table
 from tests.sampling import meeting

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 import sparcel
 from sparcel import SparseStream, simulate
-from sparcel.collectives import ALGORITHMS, gtopk
+from sparcel.core.collectives import ALGORITHMS, gtopk
+from sparcel.core.formats import FewBits, Format
+from sparcel.core.stream import dense_from, reduce
+from sparcel.core.wire import Wire
 from sparcel.errors import CommunicationError, InputError
-from sparcel.formats import FewBits, Format
-from sparcel.stream import dense_from, reduce
-from sparcel.wire import Wire
 from tests.strategies import (
     FLOATS,
     LAYOUTS,

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sparcel import simulate
-from sparcel.collectives.doubling import plain_sum
+from sparcel.core.collectives.doubling import plain_sum
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])

@@ -5,8 +5,8 @@ import torch
 
 import sparcel
 from sparcel import simulate
-from sparcel.auto import all_reduce
-from sparcel.collectives import (
+from sparcel.core.auto import all_reduce
+from sparcel.core.collectives import (
     ALGORITHMS,
     Estimates,
     gathered_topk,
@@ -14,11 +14,11 @@ from sparcel.collectives import (
     oktopk,
     oktopk_reuse,
 )
-from sparcel.collectives.oktopk import topk_by_regions
+from sparcel.core.collectives.oktopk import topk_by_regions
+from sparcel.core.formats import FewBits, Format
+from sparcel.core.stream import reduce
+from sparcel.core.wire import Wire
 from sparcel.errors import CommunicationError, InputError, MismatchError
-from sparcel.formats import FewBits, Format
-from sparcel.stream import reduce
-from sparcel.wire import Wire
 from tests.sampling import meeting
 from tests.strategies import (
     CIRCLE,

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import sparcel
 from sparcel import SparseStream, simulate
-from sparcel.collectives import ALGORITHMS, gathered_topk, gtopk
-from sparcel.formats import RAW, Format
-from sparcel.wire import Wire
+from sparcel.core.collectives import ALGORITHMS, gathered_topk, gtopk
+from sparcel.core.formats import RAW, Format
+from sparcel.core.wire import Wire
 from tests.sampling import meeting
 from tests.strategies import SUM, case_of, layouts, make_stream, sizes, worlds
 

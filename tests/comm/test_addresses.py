@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from sparcel.comm.sockets import gloo_address
+from sparcel.core.comm.sockets import gloo_address
 
 _LISTENING = "0A"
 

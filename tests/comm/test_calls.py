@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from sparcel import simulate
-from sparcel.comm import Call, Communicator, call_of
-from sparcel.comm.calls import Calls, differences
+from sparcel.core.comm import Call, Communicator, call_of
+from sparcel.core.comm.calls import Calls, differences
+from sparcel.core.ops import MAX, SUM, Op
 from sparcel.errors import CommunicationError, MismatchError
-from sparcel.ops import MAX, SUM, Op
 
 
 def example(stream: None, wire: None, op: Op = SUM, k: int = 3) -> None:

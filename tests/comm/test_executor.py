@@ -7,8 +7,8 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 
-from sparcel.comm.executor import Executor
-from sparcel.comm.failure import Cause, Failure
+from sparcel.core.comm.executor import Executor
+from sparcel.core.comm.failure import Cause, Failure
 from sparcel.errors import CommunicationError
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import sparcel
-from sparcel.comm import TorchCommunicator
-from sparcel.comm.failure import wait_until
+from sparcel.core.comm import TorchCommunicator
+from sparcel.core.comm.failure import wait_until
 from sparcel.errors import CommunicationError, InputError, MismatchError
 from tests.strategies import case_of
 from tests.workers import run_apart

@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 
-from sparcel.comm.jobs import JobQueue
+from sparcel.core.comm.jobs import JobQueue
 from sparcel.errors import CommunicationError
 
 

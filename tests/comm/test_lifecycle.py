@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
-from sparcel.comm import TorchCommunicator, executor, resolve
+from sparcel.core.comm import TorchCommunicator, executor, resolve
+from sparcel.core.training import Averager
 from sparcel.errors import CommunicationError, InputError
-from sparcel.training import Averager
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -34,7 +34,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import sparcel
-from sparcel.comm import TorchCommunicator, resolve
+from sparcel.core.comm import TorchCommunicator, resolve
 
 def start(name, seconds=20):
     rank, folder = int(sys.argv[1]), sys.argv[2]
@@ -96,7 +96,7 @@ def test_jobs_without_a_wait_are_finished_at_exit_though_nothing_is_closed(tmp_p
 
 def test_exit_does_not_wait_for_a_peer_for_long(tmp_path: Path) -> None:
     script = """
-        from sparcel.comm import executor
+        from sparcel.core.comm import executor
         executor._EXIT_SECONDS = 1.0
         comm = start("a", seconds=1000)
         if comm.rank == 0:

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sparcel import simulate
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
 from sparcel.errors import CommunicationError, InputError, MismatchError
 
 Members = tuple[list[int], list[int]]

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel.comm import sockets
-from sparcel.comm.connected import connecting
-from sparcel.comm.sockets import StrangerError, greet, welcome
+from sparcel.core.comm import sockets
+from sparcel.core.comm.connected import connecting
+from sparcel.core.comm.sockets import StrangerError, greet, welcome
 from sparcel.errors import CommunicationError
 
 LOOPBACK, SECONDS = "127.0.0.1", 60.0

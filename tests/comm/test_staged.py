@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sparcel
-from sparcel import SparseStream, device, simulate
-from sparcel.collectives import ALGORITHMS, broadcast
-from sparcel.comm import ALL_CONTROL, Communicator, Traffic, carry, resolve
-from sparcel.comm.staged import Staged
+from sparcel import SparseStream, simulate
+from sparcel.core import device
+from sparcel.core.collectives import ALGORITHMS, broadcast
+from sparcel.core.comm import ALL_CONTROL, Communicator, Traffic, carry, resolve
+from sparcel.core.comm.staged import Staged
+from sparcel.core.formats import Format, message_length
+from sparcel.core.kernels import row_bytes
+from sparcel.core.ops import SUM
+from sparcel.core.rates import Rates
+from sparcel.core.wire import Wire
 from sparcel.errors import CommunicationError, FormatError, InputError, MismatchError
-from sparcel.formats import Format, message_length
-from sparcel.kernels import row_bytes
-from sparcel.ops import SUM
-from sparcel.rates import Rates
-from sparcel.wire import Wire
 from tests.card import CARD, OnCard, moved, on_card, seen
 from tests.strategies import case_of, full
 

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel import cost, simulate
-from sparcel.bench.predicted import formula_of
-from sparcel.cost import (
+from sparcel import simulate
+from sparcel.core import cost
+from sparcel.core.cost import (
     COLLECTIVES,
     STEPS,
     SUMS,
@@ -25,10 +25,11 @@ from sparcel.cost import (
     predict,
     stated_rates,
 )
-from sparcel.cost.defaults import KINDS
-from sparcel.cost.formulas import engine
+from sparcel.core.cost.defaults import KINDS
+from sparcel.core.cost.formulas import engine
+from sparcel.core.rates import WORK
 from sparcel.errors import InputError
-from sparcel.rates import WORK
+from sparcel.tools.bench.predicted import formula_of
 
 RECORD = Path(__file__).parents[2] / "benchmarks/results/planner_fit.json"
 
@@ -188,7 +189,7 @@ def test_sums_of_groups_share_the_links_of_their_nodes():
 
 
 def test_short_work_takes_turns_on_crowded_cores():
-    module = sys.modules["sparcel.cost.measure"]  # the package has the function of that name
+    module = sys.modules["sparcel.core.cost.measure"]  # the package has the function of that name
     samples = {1: [(2e-3, 1e-3)]}
     work, message = (module._Timed(name, [1], None, samples) for name in ("merge", "shift"))
     assert (work.curve(3.5)(1), work.curve(1.0)(1)) == (3.5e-3, 2e-3)
@@ -197,7 +198,7 @@ def test_short_work_takes_turns_on_crowded_cores():
 
 @pytest.mark.parametrize(("clock", "crowding"), [(3e-3, 3.0), (5e-4, 1.0)])
 def test_crowding_is_the_time_for_each_second_of_the_processor(monkeypatch, clock, crowding):
-    module = sys.modules["sparcel.cost.measure"]
+    module = sys.modules["sparcel.core.cost.measure"]
     monkeypatch.setattr(module, "_times", lambda comm, trial, count: [(clock, 1e-3)] * count)
     assert module._crowding(SimpleNamespace(size=2), 4) == pytest.approx(crowding)
 
@@ -222,7 +223,7 @@ def test_choose_refuses_no_candidates():
 
 @pytest.mark.parametrize(("ranks", "here"), [(2, 1), (3, 1), (4, 2)])
 def test_all_ranks_measure_the_same(monkeypatch, ranks, here):
-    module = sys.modules["sparcel.cost.measure"]  # the package has the function of that name
+    module = sys.modules["sparcel.core.cost.measure"]  # the package has the function of that name
     for name in ("_MESSAGES", "_FLOATS"):
         monkeypatch.setattr(module, name, (64, 1024))
     few = {name: replace(kind, amounts=(64, 1024)) for name, kind in KINDS.items()}

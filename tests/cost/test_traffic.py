@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel import SparseStream, scheme, simulate
-from sparcel.collectives import (
+from sparcel.core.collectives import (
     ALGORITHMS,
     all_gather,
     broadcast,
@@ -21,12 +21,12 @@ from sparcel.collectives import (
     oktopk,
     reduce_scatter,
 )
-from sparcel.comm import Communicator
-from sparcel.cost import COLLECTIVES, STEPS, Counts, Problem, count
-from sparcel.formats import format_named
-from sparcel.ops import SUM
-from sparcel.schemes import ON_NODES, SEND_ALL
-from sparcel.wire import Wire
+from sparcel.core.comm import Communicator
+from sparcel.core.cost import COLLECTIVES, STEPS, Counts, Problem, count
+from sparcel.core.formats import format_named
+from sparcel.core.ops import SUM
+from sparcel.core.schemes import ON_NODES, SEND_ALL
+from sparcel.core.wire import Wire
 
 NEAR = 0.08
 """By how much the bytes of the busiest rank may differ from what is told, as a share of them."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from sparcel.data import Cached
-from sparcel.data.shared import Shared
+from sparcel.products.data import Cached
+from sparcel.products.data.shared import Shared
 from tests import workers  # makes the server that processes are forked from import torch
 
 assert workers

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, Subset
 
 from sparcel import simulate
-from sparcel.data import Cached
 from sparcel.errors import InputError, MismatchError, SparcelWarning
+from sparcel.products.data import Cached
 from tests.data.sources import Files, Given, all_right, decode, is_right
 from tests.data.test_source import SAMPLES, alike
 
@@ -98,7 +98,7 @@ def test_a_system_without_files_in_memory_is_told(monkeypatch):
 def test_a_system_that_frees_no_part_of_the_memory_keeps_all(monkeypatch):
     cached = Cached(Files(9), None, memory="1 MB", decode=decode)
     assert all_right(cached)
-    monkeypatch.setattr("sparcel.data.shared._libc.fallocate", lambda *_: -1)
+    monkeypatch.setattr("sparcel.products.data.shared._libc.fallocate", lambda *_: -1)
     with pytest.warns(SparcelWarning, match="does not free a part of the memory; samples of other"):
         cached.hold(np.arange(3))
     with warnings.catch_warnings():

@@ -23,10 +23,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
-from sparcel.data import Cached, disk
-from sparcel.data.records import range_of
-from sparcel.data.source import Source
 from sparcel.errors import SparcelWarning
+from sparcel.products.data import Cached, disk
+from sparcel.products.data.records import range_of
+from sparcel.products.data.source import Source
 from tests.data.sources import (
     Files,
     Given,
@@ -163,7 +163,7 @@ def test_a_disk_that_fails_for_a_moment_loses_nothing(tmp_path, monkeypatch):
         raise OSError(errno.EIO, "the disk failed")
 
     with monkeypatch.context() as broken:
-        broken.setattr("sparcel.data.disk._File.__init__", failing)
+        broken.setattr("sparcel.products.data.disk._File.__init__", failing)
         with pytest.warns(SparcelWarning, match="not kept on disk: .*the disk failed"):
             assert filled(tmp_path).stats().from_source == 40
     with silence():
@@ -346,7 +346,7 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     cached = filled(tmp_path / "a")
-    monkeypatch.setattr("sparcel.data.disk.fcntl.flock", refused)
+    monkeypatch.setattr("sparcel.products.data.disk.fcntl.flock", refused)
     with pytest.warns(SparcelWarning, match="samples are not kept on disk: .*No locks available"):
         assert filled(tmp_path / "b").stats().from_source == 40
     worker = pickle.loads(pickle.dumps(cached))
@@ -449,7 +449,7 @@ MOUNTED = """
 import gc, os, shutil, subprocess, sys, warnings
 from contextlib import suppress
 from tests.data.sources import Files, decode, is_right
-from sparcel.data import Cached
+from sparcel.products.data import Cached
 
 def run(name, length):
     with warnings.catch_warnings(record=True) as caught:

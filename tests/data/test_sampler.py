@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from sparcel import simulate
-from sparcel.data import Cached, PartSampler
 from sparcel.errors import InputError, MismatchError
+from sparcel.products.data import Cached, PartSampler
 from tests.data.sources import Files
 
 GRIDS = [(1, 1), (2, 1), (3, 2), (1, 3), (5, 1)]

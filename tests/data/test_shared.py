@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel.data.shared import Shared, available
 from sparcel.errors import InputError, SparcelWarning
+from sparcel.products.data.shared import Shared, available
 from tests.data.sources import killed_after, processes, put_on, record_of
 
 PAGE = os.sysconf("SC_PAGESIZE")

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel.data.source import pack, unpack
 from sparcel.errors import InputError
+from sparcel.products.data.source import pack, unpack
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.complex64)
 SHAPES = st.lists(st.integers(0, 4), max_size=3)

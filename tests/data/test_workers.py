@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader
 
-from sparcel.data import Cached
+from sparcel.products.data import Cached
 from tests.data.sources import Files, all_right, decode, is_right, processes
 
 LENGTH = 60

@@ -14,8 +14,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import sparcel
-from sparcel.comm import Communicator
-from sparcel.optim import LAMB, LARS
+from sparcel.core.comm import Communicator
+from sparcel.core.optim import LAMB, LARS
 from tests.evenly import attach_evenly
 from tests.strategies import same_bits
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
-from sparcel.comm import Communicator
-from sparcel.training import Stats
+from sparcel.core.comm import Communicator
+from sparcel.core.training import Stats
 from tests.evenly import attach_evenly
 
 SHAPES = {

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import AdamW, Optimizer, RMSprop
 
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import scheme
 from sparcel.errors import SparcelWarning
-from sparcel.schemes import scheme
 from tests.ddp.ahead import (
     LINEAR,
     OPTIMIZERS,

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
 from tests.ddp.ahead import Checkpointed, Named, are, data_of, linear, loss_of, now
 from tests.evenly import attach_evenly
 

@@ -20,7 +20,7 @@ from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel
 
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
 from sparcel.errors import InputError
 from tests.ddp.ahead import (
     LINEAR,

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import sparcel
-from sparcel.comm import Communicator, TorchCommunicator, Traffic
+from sparcel.core.comm import Communicator, TorchCommunicator, Traffic
+from sparcel.core.training import Stats
 from sparcel.errors import CommunicationError, InputError, MismatchError
-from sparcel.training import Stats
 from tests.ddp.models import (
     LARGE,
     MANY_BUCKETS,

@@ -10,10 +10,10 @@ from unittest.mock import patch
 import pytest
 from torch.nn.parallel import DistributedDataParallel
 
-from sparcel.comm import Communicator
-from sparcel.cost import stated_rates
-from sparcel.schemes import Auto
-from sparcel.schemes.auto import CANDIDATES
+from sparcel.core.comm import Communicator
+from sparcel.core.cost import stated_rates
+from sparcel.core.schemes import Auto
+from sparcel.core.schemes.auto import CANDIDATES
 from tests.ddp.models import (
     LARGE,
     MANY_BUCKETS,

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
 from sparcel.errors import InputError
 from tests.ddp.models import LARGE, MANY_BUCKETS, SHAPES, Linear, known_gradient, residuals_of
 from tests.evenly import attach_evenly

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import Hierarchical, OkTopK
 from sparcel.errors import MismatchError
-from sparcel.schemes import Hierarchical, OkTopK
 from tests.ddp.models import (
     LARGE,
     MANY_BUCKETS,

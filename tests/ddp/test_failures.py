@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import Hierarchical, OkTopK, Scheme, TopK
 from sparcel.errors import CommunicationError
-from sparcel.schemes import Hierarchical, OkTopK, Scheme, TopK
 from tests.ddp.models import (
     LARGE,
     MANY_BUCKETS,

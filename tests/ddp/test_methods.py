@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sparcel.comm import Communicator
-from sparcel.schemes import SCHEMES, GTopK, Hierarchical, OkTopK, ScaleCom
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import SCHEMES, GTopK, Hierarchical, OkTopK, ScaleCom
 from tests.ddp.models import (
     LARGE,
     MANY_BUCKETS,

@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Muon, Optimizer, RMSprop
 
 import sparcel
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import Hierarchical, TopK
+from sparcel.core.training import stays_dense
 from sparcel.errors import InputError, SparcelWarning
-from sparcel.schemes import Hierarchical, TopK
-from sparcel.training import stays_dense
 from tests.ddp.models import Linear
 from tests.evenly import attach_evenly
 

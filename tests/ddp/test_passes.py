@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import Dense, Hierarchical, OkTopK, Scheme
 from sparcel.errors import InputError
-from sparcel.schemes import Dense, Hierarchical, OkTopK, Scheme
 from tests.ddp.models import (
     MANY_BUCKETS,
     Linear,

@@ -8,7 +8,7 @@ import pytest
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
 from tests.ddp.models import MANY_BUCKETS, Linear
 from tests.evenly import attach_evenly
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
 from sparcel.errors import CommunicationError
 from tests.ddp.models import LARGE, MANY_BUCKETS, Linear, residuals_of
 from tests.evenly import attach_evenly

@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import GTopK, Hierarchical, OkTopK, ScaleCom, Scheme
 from sparcel.errors import InputError
-from sparcel.schemes import GTopK, Hierarchical, OkTopK, ScaleCom, Scheme
 from tests.ddp.models import (
     LARGE,
     MANY_BUCKETS,

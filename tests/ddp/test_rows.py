@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparcel.comm import Communicator
-from sparcel.formats import RAW
+from sparcel.core.comm import Communicator
+from sparcel.core.formats import RAW
 from tests.ddp.models import known_gradient, observe, residuals_of
 from tests.evenly import attach_evenly
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from sparcel.comm import Communicator
-from sparcel.schemes import GTopK, Hierarchical
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import GTopK, Hierarchical
 from tests.ddp.models import MANY_BUCKETS, Linear, Poison, observe, residuals_of
 from tests.evenly import attach_evenly
 

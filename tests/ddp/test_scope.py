@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from sparcel.comm import Communicator
-from sparcel.schemes import GTopK, Hierarchical, OkTopK
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import GTopK, Hierarchical, OkTopK
 from tests.ddp.models import (
     LARGE,
     MANY_BUCKETS,

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
 from sparcel import Phase, Schedule
-from sparcel.comm import Communicator
-from sparcel.training.residuals import FLUSH_STEPS
+from sparcel.core.comm import Communicator
+from sparcel.core.training.residuals import FLUSH_STEPS
 from tests.ddp.ahead import are, data_of, linear, looked_into, loss_of
 from tests.ddp.models import (
     MANY_BUCKETS,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
 from sparcel.errors import InputError
 from tests.evenly import attach_evenly
 from tests.strategies import same_bits

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sparcel.comm import Communicator
-from sparcel.training import Scope
+from sparcel.core.comm import Communicator
+from sparcel.core.training import Scope
 from tests.ddp.models import LARGE, MANY_BUCKETS, SHAPES, Linear, Poison, observe, residuals_of
 from tests.evenly import attach_evenly
 

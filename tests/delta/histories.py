@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from sparcel.delta import Folder, Version, version_of
+from sparcel.products.delta import Folder, Version, version_of
 from tests.delta.pairs import Model, bits_of, copied
 
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparcel.delta import Change
-from sparcel.delta.prepared import whole_changes
+from sparcel.products.delta import Change
+from sparcel.products.delta.prepared import whole_changes
 from tests.strategies import same_bits
 
 FLOATS = (
@@ -206,8 +206,8 @@ def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 def chunks_of(count: int) -> Iterator[None]:
     """Encode at most so many bytes of weights in a chunk."""
     with (
-        patch("sparcel.delta.encoding.CHUNK_BYTES", count),
-        patch("sparcel.delta.encoding._chunk_bytes", lambda *_: count),
+        patch("sparcel.products.delta.encoding.CHUNK_BYTES", count),
+        patch("sparcel.products.delta.encoding._chunk_bytes", lambda *_: count),
     ):
         yield
 

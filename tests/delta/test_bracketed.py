@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from sparcel.delta import Folder, Publisher, Subscriber, read_index
-from sparcel.delta.base import RememberedPart, remembered
-from sparcel.delta.parts import parts_of
 from sparcel.errors import InputError
+from sparcel.products.delta import Folder, Publisher, Subscriber, read_index
+from sparcel.products.delta.base import RememberedPart, remembered
+from sparcel.products.delta.parts import parts_of
 from tests.delta.histories import Failing
 from tests.delta.pairs import LAYOUTS, laid_out
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from sparcel.comm import Communicator
-from sparcel.delta import (
+from sparcel.core.comm import Communicator
+from sparcel.errors import InputError
+from sparcel.products.delta import (
     Folder,
     Publisher,
     ShardedPublisher,
@@ -20,7 +21,6 @@ from sparcel.delta import (
     read_index,
     version_of,
 )
-from sparcel.errors import InputError
 from tests.delta.pairs import same
 
 

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from sparcel import _cpu
-from sparcel.delta import (
+from sparcel.errors import InputError, VersionError
+from sparcel.products.delta import (
     Version,
     apply_,
     decode,
     encode,
     version_of,
 )
-from sparcel.delta.bits import hashed
-from sparcel.delta.pieces import Piece
-from sparcel.errors import InputError, VersionError
+from sparcel.products.delta.bits import hashed
+from sparcel.products.delta.pieces import Piece
 from tests.delta.pairs import (
     CODES,
     DTYPES,
@@ -197,7 +197,7 @@ def test_a_device_finds_the_same_bits(model: tuple[Model, Model], code: str, mos
     with chunks_of(most):
         chunks = list(encode(new, old, code=code, since=base))
     target = copied(old)
-    with patch("sparcel.delta.decoding.on_host", lambda *_: False):
+    with patch("sparcel.products.delta.decoding.on_host", lambda *_: False):
         inverse = apply_(target, chunks)
         assert same(target, new)
         assert inverse.version == version_of(new, 1)

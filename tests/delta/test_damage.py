@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sparcel.delta import (
+from sparcel.errors import FormatError, InputError, SparcelError, VersionError
+from sparcel.products.delta import (
     Version,
     apply_,
     decode,
@@ -23,13 +24,12 @@ from sparcel.delta import (
     prepare,
     version_of,
 )
-from sparcel.delta.applying import check_together
-from sparcel.delta.bits import hashed, key_of
-from sparcel.delta.chunk import Chunk, read_chunk
-from sparcel.delta.encoding import encode_parts
-from sparcel.delta.parts import Part
-from sparcel.delta.pieces import piece_of_slice
-from sparcel.errors import FormatError, InputError, SparcelError, VersionError
+from sparcel.products.delta.applying import check_together
+from sparcel.products.delta.bits import hashed, key_of
+from sparcel.products.delta.chunk import Chunk, read_chunk
+from sparcel.products.delta.encoding import encode_parts
+from sparcel.products.delta.parts import Part
+from sparcel.products.delta.pieces import piece_of_slice
 from tests.delta.pairs import (
     CODES,
     Model,
@@ -371,11 +371,11 @@ def test_many_small_tensors() -> None:
     """A chunk's header names few enough that it can be read, and names may be too long for it."""
     old = {f"w{i}": torch.zeros(2) for i in range(70)}
     new = {name: tensor + 1 for name, tensor in old.items()}
-    with patch("sparcel.delta.encoding.MOST_PIECES", 50):
+    with patch("sparcel.products.delta.encoding.MOST_PIECES", 50):
         chunks = list(encode(new, old))
     assert [len(read_chunk(chunk).pieces) for chunk in chunks] == [50, 20]
     with (
-        patch("sparcel.delta.header.MOST_PIECES", 49),
+        patch("sparcel.products.delta.header.MOST_PIECES", 49),
         pytest.raises(FormatError, match="more than 49 pieces"),
     ):
         apply_(old, chunks)

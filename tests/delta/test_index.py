@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel.delta import Entry, Folder, Index, Version, read_index
-from sparcel.delta.index import INDEX, write_index
 from sparcel.errors import FormatError, VersionError
+from sparcel.products.delta import Entry, Folder, Index, Version, read_index
+from sparcel.products.delta.index import INDEX, write_index
 
 
 def entry(base: Version | None, version: Version, size: int) -> Entry:

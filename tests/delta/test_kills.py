@@ -16,8 +16,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from sparcel.delta import Folder, Publisher, Subscriber, Version, read_index, version_of
 from sparcel.errors import FormatError, VersionError
+from sparcel.products.delta import Folder, Publisher, Subscriber, Version, read_index, version_of
 from tests.delta.histories import DAMAGES, damage
 from tests.delta.pairs import Model, same
 

@@ -18,8 +18,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from sparcel._files import shared
-from sparcel.delta import (
+from sparcel.core._files import shared
+from sparcel.errors import FormatError, InputError, VersionError
+from sparcel.products.delta import (
     Folder,
     Follower,
     HostSubscriber,
@@ -31,8 +32,7 @@ from sparcel.delta import (
     mirror,
     version_of,
 )
-from sparcel.delta.files import File
-from sparcel.errors import FormatError, InputError, VersionError
+from sparcel.products.delta.files import File
 from tests.delta.histories import history
 from tests.delta.pairs import Model, copied, same
 
@@ -406,7 +406,7 @@ def test_processes_of_a_host_go_together(tmp_path: Path) -> None:
     assert load(several[0], 3) == [True]
     with (
         Folder(tmp_path / PLACE).alone(),
-        patch("sparcel.delta.follower._PATIENCE", 0.01),
+        patch("sparcel.products.delta.follower._PATIENCE", 0.01),
         pytest.raises(VersionError, match=r"is at version 3 .*, and did not go to 4"),
     ):
         list(several[1].updates(4))

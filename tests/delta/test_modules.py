@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparcel.delta import Publisher, Subscriber, apply_, assign_, encode
 from sparcel.errors import InputError
+from sparcel.products.delta import Publisher, Subscriber, apply_, assign_, encode
 from tests.delta.pairs import copied, same, wholes
 
 State = dict[str, Any]

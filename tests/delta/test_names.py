@@ -17,8 +17,8 @@ from torch.nn.parallel import DataParallel
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel
 
-from sparcel.delta import Change, Publisher, Subscriber, apply_, assign_, encode
 from sparcel.errors import InputError, VersionError
+from sparcel.products.delta import Change, Publisher, Subscriber, apply_, assign_, encode
 from tests.delta.pairs import copied, same, wholes
 
 Named = dict[str, Tensor]

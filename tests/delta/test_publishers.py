@@ -17,9 +17,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel.delta import Folder, Publisher, Subscriber, Version, read_index
-from sparcel.delta.index import INDEX
 from sparcel.errors import FormatError, InputError, VersionError
+from sparcel.products.delta import Folder, Publisher, Subscriber, Version, read_index
+from sparcel.products.delta.index import INDEX
 from tests.delta.histories import Failing, history
 from tests.delta.pairs import same
 
@@ -366,7 +366,7 @@ def test_names_that_no_file_holds(tmp_path: Path, where: str, begun: bool) -> No
     if begun:
         publisher.publish(WEIGHTS)
     before = publisher.version
-    too_long = patch(f"sparcel.delta.{where}", 5000)
+    too_long = patch(f"sparcel.products.delta.{where}", 5000)
     with too_long, pytest.raises(InputError, match=r"names .*take .* bytes.* shorten them"):
         publisher.publish({"w" * 6000: torch.ones(3)})
     assert publisher.version == before == read_index(tmp_path).newest

@@ -18,10 +18,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel.delta import Folder, Publisher, Store, Subscriber, read_index, store_at
-from sparcel.delta.index import INDEX
 from sparcel.errors import InputError, MissingDependencyError, VersionError
-from sparcel.stores import ExclusiveStore
+from sparcel.products.delta import Folder, Publisher, Store, Subscriber, read_index, store_at
+from sparcel.products.delta.index import INDEX
+from sparcel.products.stores import ExclusiveStore
 from tests.delta.histories import history, sums_of
 from tests.delta.pairs import same
 

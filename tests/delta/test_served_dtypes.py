@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparcel.delta import (
+from sparcel.errors import FormatError, InputError, SparcelError
+from sparcel.products.delta import (
     apply_,
     decode,
     encode,
 )
-from sparcel.delta.chunk import read_chunk
-from sparcel.errors import FormatError, InputError, SparcelError
+from sparcel.products.delta.chunk import read_chunk
 from tests.delta.pairs import (
     CODES,
     FLOATS,

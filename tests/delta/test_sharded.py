@@ -15,14 +15,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from sparcel import delta
-from sparcel.comm import Communicator
-from sparcel.delta import publisher as publisher_module
-from sparcel.delta import sharded
-from sparcel.delta.parts import Part
-from sparcel.delta.pieces import CHUNK_BYTES, Piece, piece_of_slice
-from sparcel.delta.sharded import Held
+from sparcel.core.comm import Communicator
 from sparcel.errors import InputError, MismatchError, SparcelError, VersionError
+from sparcel.products import delta
+from sparcel.products.delta import publisher as publisher_module
+from sparcel.products.delta import sharded
+from sparcel.products.delta.parts import Part
+from sparcel.products.delta.pieces import CHUNK_BYTES, Piece, piece_of_slice
+from sparcel.products.delta.sharded import Held
 from tests.delta.pairs import wholes
 
 pytestmark = pytest.mark.processes

@@ -21,7 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from sparcel.delta import (
+from sparcel.errors import InputError, SparcelError, VersionError
+from sparcel.products.delta import (
     Change,
     Folder,
     Publisher,
@@ -31,8 +32,7 @@ from sparcel.delta import (
     read_index,
     store_at,
 )
-from sparcel.errors import InputError, SparcelError, VersionError
-from sparcel.stores import Ranged
+from sparcel.products.stores import Ranged
 from tests.delta.histories import sums_of
 from tests.delta.pairs import CODES, LAYOUTS, SHARES, Model, Recipe, chunks_of, laid_out, same
 
@@ -115,8 +115,10 @@ class Case:
         with ExitStack() as stack:
             stack.enter_context(chunks_of(self.chunk_bytes))
             for where in ("files", "slicing"):
-                stack.enter_context(patch(f"sparcel.delta.{where}.CHUNK_BYTES", self.chunk_bytes))
-            stack.enter_context(patch("sparcel.delta.files._NEAR", 100))
+                stack.enter_context(
+                    patch(f"sparcel.products.delta.{where}.CHUNK_BYTES", self.chunk_bytes)
+                )
+            stack.enter_context(patch("sparcel.products.delta.files._NEAR", 100))
             stack.enter_context(patch.object(Ranged, "_HEAD", 100))
             yield
 

@@ -23,13 +23,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel.delta import Folder, Publisher, Subscriber, apply_, encode, files, read_index, store_at
-from sparcel.delta import index as indices
-from sparcel.delta.chunk import read_chunk
-from sparcel.delta.files import File, delta_file
-from sparcel.delta.index import INDEX, write_index
 from sparcel.errors import FormatError, InputError, SparcelError, VersionError
-from sparcel.stores import remote
+from sparcel.products.delta import (
+    Folder,
+    Publisher,
+    Subscriber,
+    apply_,
+    encode,
+    files,
+    read_index,
+    store_at,
+)
+from sparcel.products.delta import index as indices
+from sparcel.products.delta.chunk import read_chunk
+from sparcel.products.delta.files import File, delta_file
+from sparcel.products.delta.index import INDEX, write_index
+from sparcel.products.stores import remote
 from tests.delta.histories import history
 from tests.delta.pairs import same
 from tests.delta.repacking import repacked

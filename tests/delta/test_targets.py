@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from sparcel.delta import (
+from sparcel.errors import InputError, VersionError
+from sparcel.products.delta import (
     Change,
     Version,
     apply_,
@@ -18,15 +19,14 @@ from sparcel.delta import (
     prepare,
     version_of,
 )
-from sparcel.delta.applying import check_writable
-from sparcel.delta.base import copied as base_copy
-from sparcel.delta.chunk import read_chunk
-from sparcel.delta.decoding import found_in
-from sparcel.delta.encoding import encode_parts
-from sparcel.delta.parts import Part, parts_of, ties_of
-from sparcel.delta.pieces import piece_of_slice
-from sparcel.delta.prepared import swap_all
-from sparcel.errors import InputError, VersionError
+from sparcel.products.delta.applying import check_writable
+from sparcel.products.delta.base import copied as base_copy
+from sparcel.products.delta.chunk import read_chunk
+from sparcel.products.delta.decoding import found_in
+from sparcel.products.delta.encoding import encode_parts
+from sparcel.products.delta.parts import Part, parts_of, ties_of
+from sparcel.products.delta.pieces import piece_of_slice
+from sparcel.products.delta.prepared import swap_all
 from tests.delta.pairs import (
     CODES,
     Model,

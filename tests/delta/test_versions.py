@@ -24,8 +24,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from sparcel.comm import Communicator
-from sparcel.delta import (
+from sparcel.core.comm import Communicator
+from sparcel.errors import FormatError, InputError, VersionError
+from sparcel.products.delta import (
     Change,
     Folder,
     Publisher,
@@ -37,13 +38,12 @@ from sparcel.delta import (
     read_index,
     version_of,
 )
-from sparcel.delta.applying import write_in_turn
-from sparcel.delta.chunk import Chunk
-from sparcel.delta.decoding import Found
-from sparcel.delta.files import File, delta_file
-from sparcel.delta.index import INDEX
-from sparcel.delta.parts import Part
-from sparcel.errors import FormatError, InputError, VersionError
+from sparcel.products.delta.applying import write_in_turn
+from sparcel.products.delta.chunk import Chunk
+from sparcel.products.delta.decoding import Found
+from sparcel.products.delta.files import File, delta_file
+from sparcel.products.delta.index import INDEX
+from sparcel.products.delta.parts import Part
 from tests.delta.histories import (
     DAMAGES,
     Failing,
@@ -366,7 +366,7 @@ def test_an_interrupt_while_the_base_follows(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with (
-        patch("sparcel.delta.base.write_in_turn", half),
+        patch("sparcel.products.delta.base.write_in_turn", half),
         chunks_of(2400),
         pytest.raises(KeyboardInterrupt),
     ):
@@ -394,7 +394,7 @@ def test_an_interrupt_while_a_whole_model_is_written(tmp_path: Path) -> None:
             raise KeyboardInterrupt
         return real(tensor)
 
-    interrupted = patch("sparcel.delta.kept.bits_of", interrupting)
+    interrupted = patch("sparcel.products.delta.kept.bits_of", interrupting)
     with interrupted, pytest.raises(KeyboardInterrupt):
         subscriber.update()
     assert subscriber.version is None

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 
 from sparcel import SparseStream, scheme, simulate
-from sparcel.collectives import (
+from sparcel.core.collectives import (
     ALGORITHMS,
     Estimates,
     all_gather,
@@ -20,11 +20,11 @@ from sparcel.collectives import (
     oktopk_reuse,
     reduce_scatter,
 )
-from sparcel.collectives.oktopk import topk_by_regions
-from sparcel.formats import RAW, FewBits, Format, Lengths, decode, nbytes_of
-from sparcel.ops import MAX, SUM
-from sparcel.schemes import ON_NODES, SCHEMES, SEND_ALL
-from sparcel.wire import Wire
+from sparcel.core.collectives.oktopk import topk_by_regions
+from sparcel.core.formats import RAW, FewBits, Format, Lengths, decode, nbytes_of
+from sparcel.core.ops import MAX, SUM
+from sparcel.core.schemes import ON_NODES, SCHEMES, SEND_ALL
+from sparcel.core.wire import Wire
 from tests.cost.test_traffic import anywhere, streams_at
 from tests.sampling import meeting
 from tests.strategies import same_stream, streams

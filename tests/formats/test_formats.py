@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel import SparseStream, formats
+from sparcel import SparseStream
+from sparcel.core import formats
+from sparcel.core.formats import HEADER_BYTES, RAW, FewBits, Format, HalfValues, format_named
 from sparcel.errors import InputError
-from sparcel.formats import HEADER_BYTES, RAW, FewBits, Format, HalfValues, format_named
 from tests.strategies import FLOATS, make_stream
 
 PACKED = Format("packed")

@@ -16,9 +16,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel import SparseStream, formats
+from sparcel import SparseStream
+from sparcel.core import formats
+from sparcel.core.formats import FewBits, Format, format_named
 from sparcel.errors import FormatError
-from sparcel.formats import FewBits, Format, format_named
 from tests.formats.layout import (
     DTYPES,
     Decoded,

@@ -4,12 +4,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel import SparseStream, formats
+from sparcel import SparseStream
+from sparcel.core import formats
+from sparcel.core.formats import RAW, Format, merge_messages
+from sparcel.core.formats.message import HEADER_BYTES
+from sparcel.core.ops import SUM
+from sparcel.core.stream import reduce
 from sparcel.errors import SparcelError
-from sparcel.formats import RAW, Format, merge_messages
-from sparcel.formats.message import HEADER_BYTES
-from sparcel.ops import SUM
-from sparcel.stream import reduce
 from tests.strategies import DTYPES, OPS, index_sets, make_stream, same_stream
 
 NAMED = [op for name, op in OPS.items() if name != "circle"]

@@ -7,11 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel import SparseStream, _cpu, formats
+from sparcel import SparseStream, _cpu
+from sparcel.core import formats
+from sparcel.core.formats import RAW, FewBits, Format, Lengths
+from sparcel.core.formats.message import ALIGNMENT, HEADER_BYTES, Header, message_of
+from sparcel.core.kernels.definitions.packing import join_message
 from sparcel.errors import FormatError, InputError, MismatchError
-from sparcel.formats import RAW, FewBits, Format, Lengths
-from sparcel.formats.message import ALIGNMENT, HEADER_BYTES, Header, message_of
-from sparcel.kernels.definitions.packing import join_message
 from tests.kernels.test_packing import lists_of_indices
 from tests.strategies import (
     DTYPES,

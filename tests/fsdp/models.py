@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import sparcel
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
 from tests.ddp.models import Poison, known_gradient
 from tests.evenly import attach_evenly
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import sparcel
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
 from sparcel.errors import InputError
 from tests.evenly import attach_evenly
 from tests.fsdp.models import Stack, memory_of, mesh_of, shard, whole

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
 from sparcel.errors import CommunicationError
 from tests.evenly import attach_evenly
 from tests.fsdp.models import Stack, gradients_of, memory_of, mesh_of, shard

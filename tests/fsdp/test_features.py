@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import sparcel
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
 from tests.fsdp.models import mesh_of, whole
 from tests.fsdp.nets import Layer, Net, loss_of
 

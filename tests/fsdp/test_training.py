@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from sparcel.comm import Communicator
-from sparcel.schemes import Hierarchical, TopK
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import Hierarchical, TopK
 from tests.ddp.models import known_gradient
 from tests.evenly import attach_evenly
 from tests.fsdp.models import (

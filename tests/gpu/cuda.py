@@ -28,7 +28,7 @@ _LONG = 20_000_000
 def no_waits() -> Iterator[None]:
     """Let torch raise where the host would wait for the GPU, except for an event.
 
-    `sparcel.device.read` waits for one. The mode is that of the whole process, so it holds for
+    `sparcel.core.device.read` waits for one. The mode is that of the whole process, so it holds for
     sparcel's thread and for those of the backward pass too.
     """
     before = torch.cuda.get_sync_debug_mode()

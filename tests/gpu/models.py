@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparcel.comm import Communicator
-from sparcel.schemes import SPARSER, Hierarchical, Scheme
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import SPARSER, Hierarchical, Scheme
 from tests.ddp.models import SHAPES, Linear, known_gradient, observe, residuals_of
 from tests.evenly import attach_evenly
 from tests.schemes.test_on_card import ALL

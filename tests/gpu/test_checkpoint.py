@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
 from tests.ddp.models import MANY_BUCKETS
 from tests.evenly import attach_evenly
 from tests.gpu.cuda import GPU, needs_gpu

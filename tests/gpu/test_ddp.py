@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
 from tests.ddp.models import LARGE, MANY_BUCKETS
 from tests.evenly import attach_evenly
 from tests.gpu.cuda import GPU, delay, needs_gpu, no_waits
@@ -197,7 +197,7 @@ def test_training_is_as_close_to_the_cpu_as_float64_allows(run_on: Any, how: str
 
 
 def steady(comm: Communicator, method: dict[str, Any]) -> frozenset[str]:
-    """Do steps that may wait but in `sparcel.device.read`, once DDP's buckets are final."""
+    """Do steps that may wait but in `sparcel.core.device.read`, once DDP's buckets are final."""
     ddp = DistributedDataParallel(Springs(torch.float32).to(GPU), **MANY_BUCKETS)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     handle = attach_evenly(ddp, optimizer=optimizer, **method)

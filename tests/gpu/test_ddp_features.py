@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
+from sparcel.core.optim import LAMB, LARS
+from sparcel.core.training import Averager
 from sparcel.errors import CommunicationError, InputError
-from sparcel.optim import LAMB, LARS
-from sparcel.training import Averager
 from tests.ddp.models import LARGE, MANY_BUCKETS, residuals_of
 from tests.evenly import attach_evenly
 from tests.gpu.cuda import GPU, needs_gpu

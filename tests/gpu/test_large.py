@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparcel.kernels import Addition, accumulate_topk, topk
+from sparcel.core.kernels import Addition, accumulate_topk, topk
 from tests.gpu.cuda import GPU, needs_gpu
 from tests.strategies import FLOATS, same_bits
 

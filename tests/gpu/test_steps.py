@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import sparcel
-from sparcel import device
-from sparcel.comm import Communicator
-from sparcel.schemes import Scheme
+from sparcel.core import device
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import Scheme
 from tests.gpu.cuda import GPU, needs_gpu, no_waits
 from tests.gpu.models import scheme_named
 from tests.sampling import meeting

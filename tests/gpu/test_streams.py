@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 import sparcel
-from sparcel import SparseStream, device
-from sparcel.comm import Communicator, resolve
-from sparcel.comm.staged import Staged
+from sparcel import SparseStream
+from sparcel.core import device
+from sparcel.core.comm import Communicator, resolve
+from sparcel.core.comm.staged import Staged
 from sparcel.errors import CommunicationError, FormatError
 from tests.gpu.cuda import GPU, delay, moved, needs_gpu, no_waits, on_host
 from tests.sampling import meeting

@@ -10,7 +10,7 @@ sys.modules["triton"] = None  # as if it were not installed: imports fail, and f
 
 import torch
 import sparcel
-from sparcel import device, kernels
+from sparcel.core import device, kernels
 from tests import card
 
 x = torch.linspace(-1, 2, 40)
@@ -38,7 +38,7 @@ assert torch.equal(got(values), expected.values)
 here, there = (sparcel.simulate(2, lambda comm: steps(comm, far)).results for far in (False, True))
 for mine, theirs in zip(here, there):
     assert all(map(torch.equal, mine, theirs))
-assert "sparcel.kernels.gpu" not in sys.modules
+assert "sparcel.core.kernels.gpu" not in sys.modules
 """
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
+from sparcel.core.training import Stats
 from sparcel.errors import SparcelWarning
-from sparcel.training import Stats
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
 from sparcel.errors import InputError, MissingDependencyError, SparcelWarning
 from sparcel.integrations._framework import attach_wrapped
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
 from tests.integrations.engines import nemo_rl as stand_ins
 from tests.integrations.engines.installing import assert_alike, fresh, install
 

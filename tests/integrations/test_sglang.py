@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sparcel.delta import Folder, Publisher, Version
-from sparcel.delta.mirror import PAGE, Page
 from sparcel.errors import CommunicationError, InputError
 from sparcel.integrations.sglang import Server
+from sparcel.products.delta import Folder, Publisher, Version
+from sparcel.products.delta.mirror import PAGE, Page
 from tests.integrations.engines import sglang as stand_ins
 from tests.integrations.engines.installing import assert_alike, install, parameters
 from tests.integrations.engines.server import serving

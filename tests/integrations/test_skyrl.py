@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
 from sparcel.errors import CommunicationError, InputError
 from tests.integrations.engines import skyrl as stand_ins
 from tests.integrations.engines import vllm as vllm_stand_ins

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
 from sparcel.errors import CommunicationError, InputError
 from sparcel.integrations import slime
 from tests.integrations.engines import slime as stand_ins

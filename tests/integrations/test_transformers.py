@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
 from sparcel.errors import InputError, SparcelWarning
 from tests.integrations.launched import (
     Trained,

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparcel.delta import Folder, Subscriber
 from sparcel.errors import CommunicationError, InputError
 from sparcel.integrations.trl import WeightTransfer
+from sparcel.products.delta import Folder, Subscriber
 from tests.integrations.engines import trl as stand_ins
 from tests.integrations.engines.installing import assert_alike, parameters
 from tests.integrations.engines.server import serving

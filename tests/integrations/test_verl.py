@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparcel.comm import Communicator
-from sparcel.delta import Folder, Publisher, read_index
+from sparcel.core.comm import Communicator
 from sparcel.errors import InputError, VersionError
+from sparcel.products.delta import Folder, Publisher, read_index
 from tests.integrations.engines import verl as stand_ins
 from tests.integrations.engines.installing import assert_alike, fresh, install
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparcel.delta import Folder, Publisher, Version
 from sparcel.errors import CommunicationError, InputError, MissingDependencyError, VersionError
 from sparcel.integrations.vllm import Server, register
+from sparcel.products.delta import Folder, Publisher, Version
 from tests.integrations.engines import vllm as stand_ins
 from tests.integrations.engines.installing import assert_alike, fresh, install
 from tests.integrations.engines.server import serving

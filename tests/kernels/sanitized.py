@@ -11,6 +11,6 @@ assert _spec is not None and _spec.loader is not None
 sys.modules["sparcel._cpu"] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(sys.modules["sparcel._cpu"])
 
-from sparcel.kernels import cpu  # noqa: E402
+from sparcel.core.kernels import cpu  # noqa: E402
 
 assert cpu._cpu.__file__ == str(_library), "the kernels found another extension than the one built"

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from sparcel import kernels
-from sparcel.kernels import Addition
-from sparcel.kernels.definitions import select as reference
+from sparcel.core import kernels
+from sparcel.core.kernels import Addition
+from sparcel.core.kernels.definitions import select as reference
 from tests.kernels.paths import ISAS, KINDS, Case, cases, counts, isas, using
 from tests.sampling import meeting
 from tests.strategies import FLOATS, same_bits

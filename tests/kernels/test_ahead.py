@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparcel import kernels
-from sparcel.kernels import cpu
-from sparcel.kernels.definitions import optim as reference
+from sparcel.core import kernels
+from sparcel.core.kernels import cpu
+from sparcel.core.kernels.definitions import optim as reference
 from tests.kernels.paths import LENGTHS, Case, isas, using
 from tests.strategies import FLOATS, same_bits
 

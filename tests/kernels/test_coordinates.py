@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel import _cpu
-from sparcel.linear.coordinate_descent import by_coordinates
-from sparcel.linear.trainer import Examples
+from sparcel.products.linear.coordinate_descent import by_coordinates
+from sparcel.products.linear.trainer import Examples
 from tests.linear.reference import loss_at, random_rows, rows_of
 
 LARGEST = {"logistic": 0.25, "squared_hinge": 2.0, "squared": 1.0}

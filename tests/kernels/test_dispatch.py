@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparcel import device, kernels
+from sparcel.core import device, kernels
+from sparcel.core.kernels import Addition, by_device, cpu
 from sparcel.errors import FormatError
-from sparcel.kernels import Addition, by_device, cpu
 from tests.card import moved, on_card
 
 HERE, THERE = torch.ones(1), torch.ones(1, device="meta")

@@ -5,9 +5,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from sparcel import kernels
-from sparcel.kernels.definitions import few_bits as reference
-from sparcel.kernels.definitions.few_bits import philox, uniform
+from sparcel.core import kernels
+from sparcel.core.kernels.definitions import few_bits as reference
+from sparcel.core.kernels.definitions.few_bits import philox, uniform
 from tests.kernels.paths import ISAS, Case, cases, isas, using
 from tests.strategies import same_bits
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from sparcel import kernels
-from sparcel.kernels.definitions import select as reference
+from sparcel.core import kernels
+from sparcel.core.kernels.definitions import select as reference
 from tests.kernels.paths import Case, cases, isas, using
 
 # Fields from the highest bits down, as (shift, bins).

@@ -6,8 +6,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sparcel.linear.batches import TAIL, arrange
-from sparcel.linear.weights import Weights
+from sparcel.products.linear.batches import TAIL, arrange
+from sparcel.products.linear.weights import Weights
 from tests.linear.reference import DenseModel, random_rows, rows_of
 
 LOSSES = ("logistic", "hinge", "squared_hinge", "squared")

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from sparcel import kernels
+from sparcel.core import kernels
+from sparcel.core.kernels.definitions import reduce as reference
+from sparcel.core.ops import MAX, MIN, PRODUCT, SUM, Op
 from sparcel.errors import InputError
-from sparcel.kernels.definitions import reduce as reference
-from sparcel.ops import MAX, MIN, PRODUCT, SUM, Op
 from tests.kernels.paths import using
 from tests.strategies import CIRCLE, DTYPES, same_bits
 

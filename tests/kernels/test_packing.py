@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparcel import kernels
-from sparcel.kernels import packed_words
-from sparcel.kernels.definitions import packing as reference
+from sparcel.core import kernels
+from sparcel.core.kernels import packed_words
+from sparcel.core.kernels.definitions import packing as reference
 from tests.strategies import same_bits
 
 LARGEST = 2**63 - 1

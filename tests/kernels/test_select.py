@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from sparcel import kernels
+from sparcel.core import kernels
+from sparcel.core.kernels.definitions import select as reference
 from sparcel.errors import InputError
-from sparcel.kernels.definitions import select as reference
 from tests.kernels.paths import ISAS, KINDS, LENGTHS, Case, cases, counts, isas, using
 from tests.sampling import meeting
 from tests.strategies import FLOATS, same_bits

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparcel import kernels
-from sparcel.kernels.definitions import reduce as reference
+from sparcel.core import kernels
+from sparcel.core.kernels.definitions import reduce as reference
 from tests.kernels.test_merge import Pair, random_streams, stream_lists
 from tests.strategies import same_bits
 

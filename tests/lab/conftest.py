@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sparcel.lab import EmulatedNetwork, LabUnavailableError, Link
+from sparcel.tools.lab import EmulatedNetwork, LabUnavailableError, Link
 
 
 @pytest.fixture(scope="session")

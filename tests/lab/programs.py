@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sparcel.comm import Communicator
+    from sparcel.core.comm import Communicator
 
 TIMEOUT_S = 3.0
 """Timeout of an exchange of `steps`."""
@@ -80,7 +80,7 @@ def _serve(peer: socket.socket, direction: str, share: int) -> None:
 
 def parent(kind: str) -> None:
     """Open a network with workers that never end, and print what exists; tests kill it."""
-    from sparcel.lab import Link, Loopback, Workers, open_network
+    from sparcel.tools.lab import Link, Loopback, Workers, open_network
 
     link = Link(delay_s=0.01 if kind == "delayed" else 0.0)
     with open_network(3, None if kind == "loopback" else link) as network:
@@ -112,8 +112,8 @@ def steps(engine: str) -> None:
     """Step a scheme until it fails; report the first step, the error and the memory."""
     import torch
 
+    from sparcel.core.schemes import TopK
     from sparcel.errors import CommunicationError
-    from sparcel.schemes import TopK
 
     comm = _communicator(engine)
     topk = TopK(density=0.01)
@@ -139,12 +139,12 @@ def _communicator(engine: str) -> Communicator:
     if engine == "mpi":
         from mpi4py import MPI
 
-        from sparcel.comm.mpi import MpiCommunicator
+        from sparcel.core.comm.mpi import MpiCommunicator
 
         return MpiCommunicator.of(MPI.COMM_WORLD, timeout=TIMEOUT_S)
     import torch.distributed as dist
 
-    from sparcel.comm import resolve
+    from sparcel.core.comm import resolve
 
     dist.init_process_group("gloo")
     return resolve(dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sparcel.lab import Loopback, Workers
+from sparcel.tools.lab import Loopback, Workers
 
 pytestmark = [
     pytest.mark.network,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sparcel.lab import EmulatedNetwork, Ended, Line, Link, Workers
+from sparcel.tools.lab import EmulatedNetwork, Ended, Line, Link, Workers
 from tests.lab.programs import TIMEOUT_S
 
 pytestmark = [

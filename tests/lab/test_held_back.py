@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from sparcel.lab import EmulatedNetwork, Link, Workers
+from sparcel.tools.lab import EmulatedNetwork, Link, Workers
 
 pytestmark = [
     pytest.mark.network,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel.lab import Link, parse_link, parse_rate
+from sparcel.tools.lab import Link, parse_link, parse_rate
 
 
 @given(st.integers(1, 32_000))

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from sparcel.lab import EmulatedNetwork, Link, Loopback, Workers, run
-from sparcel.lab.pmi import PmiServer
+from sparcel.tools.lab import EmulatedNetwork, Link, Loopback, Workers, run
+from sparcel.tools.lab.pmi import PmiServer
 
 NODES, RANKS_PER_NODE = 2, 2
 

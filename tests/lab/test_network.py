@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sparcel.lab import (
+from sparcel.tools.lab import (
     EmulatedNetwork,
     LabUnavailableError,
     Link,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sparcel.errors import InputError
-from sparcel.lab import (
+from sparcel.tools.lab import (
     EmulatedNetwork,
     Faults,
     Link,
@@ -129,13 +129,13 @@ def test_the_first_failure_counts_and_other_ranks_may_print_errors(
 
 
 def test_ranks_that_wait_for_a_failed_rank_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparcel.lab.launch.GRACE_S", 0.1)
+    monkeypatch.setattr("sparcel.tools.lab.launch.GRACE_S", 0.1)
     script = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(1e6)"
     assert run_python(script) == 3
 
 
 def test_a_child_that_holds_the_output_open_delays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparcel.lab.launch._OUTPUT_S", 0.1)
+    monkeypatch.setattr("sparcel.tools.lab.launch._OUTPUT_S", 0.1)
     script = "import subprocess; subprocess.Popen(['sleep', '1000000'], start_new_session=True)"
     assert run_python(script) == 0
 
@@ -254,7 +254,7 @@ def test_the_rank_that_failed_is_named_and_no_survivor(
     later: float, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if later > 1:
-        monkeypatch.setattr("sparcel.lab.launch.GRACE_S", 0.1)
+        monkeypatch.setattr("sparcel.tools.lab.launch.GRACE_S", 0.1)
     assert run_python(FAILING.format(later=later)) == 1
     assert capsys.readouterr().err.splitlines()[-1] == f"sparcel: {told}"
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from examples.slow_network import combined, report, samples
-from sparcel.lab import EmulatedNetwork, LabUnavailableError, Link, link_bytes
+from sparcel.tools.lab import EmulatedNetwork, LabUnavailableError, Link, link_bytes
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples" / "slow_network.py")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sparcel.errors import CommunicationError
-from sparcel.lab.launch import Ended, Failures, Line, told_by_survivor
+from sparcel.tools.lab.launch import Ended, Failures, Line, told_by_survivor
 
 CAUSE = "rank 1 failed: ValueError: bad batch"
 WRITTEN = [

@@ -2,7 +2,7 @@
 
 from typer.testing import CliRunner
 
-from sparcel.cli import app
+from sparcel.tools.cli import app
 
 
 def sparcel(*arguments: object) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from sparcel.rows import Rows
-from sparcel.rows.rows import Array
+from sparcel.products.rows import Rows
+from sparcel.products.rows.rows import Array
 
 
 def rows_of(dense: Array, labels: Array | None = None) -> Rows:

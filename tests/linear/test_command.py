@@ -14,9 +14,9 @@ import pytest
 
 from sparcel import simulate
 from sparcel.errors import InputError
-from sparcel.linear.inputs import read
-from sparcel.linear.model import Coordinates, LinearModel
-from sparcel.rows import SvmLight
+from sparcel.products.linear.inputs import read
+from sparcel.products.linear.model import Coordinates, LinearModel
+from sparcel.products.rows import SvmLight
 from tests.linear.command import measures, sparcel
 
 

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from sparcel import simulate
-from sparcel.cli.linear.fit import fit, layout_of
 from sparcel.errors import InputError
-from sparcel.linear import SparseLogisticRegression
-from sparcel.linear.inputs import read, read_weights
-from sparcel.linear.model import Coordinates, LinearModel
-from sparcel.linear.parameters import OF_ONE_SOLVER, Parameters, descriptions
-from sparcel.rows import SvmLight
-from sparcel.rows.cache import START
+from sparcel.products.linear import SparseLogisticRegression
+from sparcel.products.linear.inputs import read, read_weights
+from sparcel.products.linear.model import Coordinates, LinearModel
+from sparcel.products.linear.parameters import OF_ONE_SOLVER, Parameters, descriptions
+from sparcel.products.rows import SvmLight
+from sparcel.products.rows.cache import START
+from sparcel.tools.cli.linear.fit import fit, layout_of
 from tests.linear.command import sparcel
 
 

@@ -17,9 +17,13 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from sparcel import simulate
 from sparcel.errors import InputError, MismatchError
-from sparcel.linear import SparseLinearRegression, SparseLinearSVC, SparseLogisticRegression
-from sparcel.linear.inputs import as_matrix
-from sparcel.rows import HashedNGrams, read_svmlight, shard
+from sparcel.products.linear import (
+    SparseLinearRegression,
+    SparseLinearSVC,
+    SparseLogisticRegression,
+)
+from sparcel.products.linear.inputs import as_matrix
+from sparcel.products.rows import HashedNGrams, read_svmlight, shard
 
 UNLIKE = [SparseLogisticRegression(), SparseLinearRegression(solver="scd")]
 """Estimators that share least: their kind, their loss and their solver differ."""

@@ -11,18 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel import simulate
+from sparcel.core.formats import FewBits
+from sparcel.core.stream import SparseStream
 from sparcel.errors import InputError
-from sparcel.formats import FewBits
-from sparcel.linear import SparseLogisticRegression
-from sparcel.linear.batches import TAIL
-from sparcel.linear.gradient_descent import prepare
-from sparcel.linear.model import read_arrays, write_arrays
-from sparcel.linear.replicated import Owed
-from sparcel.linear.settings import Settings
-from sparcel.linear.sharded import RoundedEncoding
-from sparcel.linear.trainer import Examples
-from sparcel.linear.weights import Weights
-from sparcel.stream import SparseStream
+from sparcel.products.linear import SparseLogisticRegression
+from sparcel.products.linear.batches import TAIL
+from sparcel.products.linear.gradient_descent import prepare
+from sparcel.products.linear.model import read_arrays, write_arrays
+from sparcel.products.linear.replicated import Owed
+from sparcel.products.linear.settings import Settings
+from sparcel.products.linear.sharded import RoundedEncoding
+from sparcel.products.linear.trainer import Examples
+from sparcel.products.linear.weights import Weights
 from tests.linear.reference import random_rows, rows_of
 
 DIMENSIONS = 50

@@ -10,13 +10,13 @@ from sklearn.linear_model import ElasticNet, Lasso, LogisticRegression, Ridge
 from sklearn.svm import LinearSVC
 
 from sparcel import simulate
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
+from sparcel.core.patterns import regions
 from sparcel.errors import InputError
-from sparcel.linear import coordinate_descent as scd_module
-from sparcel.linear.coordinate_descent import Scd, draws
-from sparcel.linear.settings import Settings
-from sparcel.linear.trainer import Examples
-from sparcel.patterns import regions
+from sparcel.products.linear import coordinate_descent as scd_module
+from sparcel.products.linear.coordinate_descent import Scd, draws
+from sparcel.products.linear.settings import Settings
+from sparcel.products.linear.trainer import Examples
 from tests.linear.reference import loss_at, random_rows, rows_of
 
 ROWS, DIMENSIONS = 60, 14

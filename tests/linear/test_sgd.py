@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel import simulate
-from sparcel.collectives import ALGORITHMS
+from sparcel.core.collectives import ALGORITHMS
 from sparcel.errors import InputError, MismatchError
-from sparcel.linear.batches import TAIL, by_frequency
-from sparcel.linear.gradient_descent import prepare
-from sparcel.linear.settings import RULES, Settings, StepSizes
-from sparcel.linear.trainer import Examples
+from sparcel.products.linear.batches import TAIL, by_frequency
+from sparcel.products.linear.gradient_descent import prepare
+from sparcel.products.linear.settings import RULES, Settings, StepSizes
+from sparcel.products.linear.trainer import Examples
 from tests.linear.reference import DenseModel, random_rows, rows_of
 
 DIMENSIONS = 50

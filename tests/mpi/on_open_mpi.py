@@ -11,9 +11,9 @@ import torch
 from mpi4py import MPI
 
 import sparcel
-from sparcel import ops
-from sparcel.comm import resolve
-from sparcel.comm.mpi import exit_after_failure
+from sparcel.core import ops
+from sparcel.core.comm import resolve
+from sparcel.core.comm.mpi import exit_after_failure
 from tests.collectives.test_processes import all_cases, reduce_cases
 from tests.comm.mpi.test_communicator import on_subgroups, too_long
 from tests.comm.torch.test_communicator import REDUCED, all_reduced, arrived_whole, ones_and_twos

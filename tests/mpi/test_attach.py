@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
 from tests.evenly import attach_evenly
 from tests.strategies import same_bits
 

@@ -5,7 +5,7 @@ from itertools import cycle
 import pytest
 import torch
 
-from sparcel.collectives import ALGORITHMS
+from sparcel.core.collectives import ALGORITHMS
 from tests.collectives.test_processes import all_cases, reduce_cases
 from tests.strategies import dense_reference, full
 

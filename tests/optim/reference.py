@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparcel import kernels
+from sparcel.core import kernels
 
 State = dict[str, Any]
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sparcel import SparseStream, simulate
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
+from sparcel.core.optim import LAMB, LARS, SGD
 from sparcel.errors import InputError, MismatchError
-from sparcel.optim import LAMB, LARS, SGD
 from tests.optim.test_parallel import SLOW_WORK
 
 MAKES: dict[str, Callable[..., Optimizer]] = {

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from sparcel import kernels, simulate
-from sparcel.comm import Communicator
+from sparcel import simulate
+from sparcel.core import kernels
+from sparcel.core.comm import Communicator
+from sparcel.core.kernels import cpu
+from sparcel.core.kernels.definitions import optim as reference
+from sparcel.core.optim import LAMB, LARS
 from sparcel.errors import CommunicationError
-from sparcel.kernels import cpu
-from sparcel.kernels.definitions import optim as reference
-from sparcel.optim import LAMB, LARS
 from tests.evenly import attach_evenly
 from tests.optim.test_parallel import SLOW_WORK
 from tests.strategies import same_bits

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from sparcel.core.optim import LAMB, LARS
 from sparcel.errors import InputError
-from sparcel.optim import LAMB, LARS
 from tests.optim.reference import lamb, lars
 from tests.strategies import FLOATS, same_bits
 

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from benchmarks.network import commlib_report as report
 from benchmarks.training import norms
-from sparcel import kernels, simulate
-from sparcel.comm import Communicator
-from sparcel.cost import Rates, stated_rates
+from sparcel import simulate
+from sparcel.core import kernels
+from sparcel.core.comm import Communicator
+from sparcel.core.cost import Rates, stated_rates
+from sparcel.core.optim import parallel
+from sparcel.core.optim.parallel import divide
 from sparcel.errors import CommunicationError, InputError, MismatchError
-from sparcel.optim import parallel
-from sparcel.optim.parallel import divide
 from tests.strategies import DTYPES, FLOATS, same_bits
 from tests.workers import on_engines_in_turn
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparcel import SparseStream
+from sparcel.core.optim import SGD
 from sparcel.errors import InputError
-from sparcel.optim import SGD
 
 SHAPES = [(4, 5), (7,), (1,)]
 

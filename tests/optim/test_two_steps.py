@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Muon
 
-from sparcel.optim import muon_two_steps
+from sparcel.core.optim import muon_two_steps
 
 SHAPES = [(40, 30), (30, 60), (64, 64)]
 

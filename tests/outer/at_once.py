@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from sparcel.comm import Communicator, ConnectedCommunicator
-from sparcel.outer import history, places
-from sparcel.outer.bucket import BucketRendezvous
-from sparcel.outer.files import BucketStore
-from sparcel.stores import Store
+from sparcel.core.comm import Communicator, ConnectedCommunicator
+from sparcel.products.outer import history, places
+from sparcel.products.outer.bucket import BucketRendezvous
+from sparcel.products.outer.files import BucketStore
+from sparcel.products.stores import Store
 
 PATIENCE = 60.0
 """Longer than any exchange takes, so that only an island that nobody waits for is late."""

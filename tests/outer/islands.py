@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparcel.comm import Communicator
-from sparcel.outer import Outer, attach
+from sparcel.core.comm import Communicator
+from sparcel.products.outer import Outer, attach
 
 SHAPES: tuple[dict[str, tuple[int, ...]], ...] = (
     {"weight": (8, 9), "bias": (8,)},

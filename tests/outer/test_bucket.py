@@ -24,15 +24,15 @@ from torch.distributed import DistStoreError
 
 import sparcel
 from sparcel import simulate
-from sparcel.comm import Call, Communicator, LostPeerError
-from sparcel.delta import Folder, store_at
+from sparcel.core.comm import Call, Communicator, LostPeerError
+from sparcel.core.ops import MAX, MIN, PRODUCT, SUM
+from sparcel.core.schemes import Bidirectional
 from sparcel.errors import CommunicationError, InputError, MismatchError
-from sparcel.ops import MAX, MIN, PRODUCT, SUM
-from sparcel.outer import files
-from sparcel.outer.bucket import BucketRendezvous
-from sparcel.outer.files import BucketStore
-from sparcel.outer.places import Beats, meeting_at
-from sparcel.schemes import Bidirectional
+from sparcel.products.delta import Folder, store_at
+from sparcel.products.outer import files
+from sparcel.products.outer.bucket import BucketRendezvous
+from sparcel.products.outer.files import BucketStore
+from sparcel.products.outer.places import Beats, meeting_at
 from tests.collectives.test_processes import run_everything
 from tests.evenly import even_averager
 from tests.outer.at_once import PATIENCE, all_at_once, gathers, on_islands, raised
@@ -435,7 +435,9 @@ def test_all_name_the_rank_that_does_not_come(place: str) -> None:
 def test_who_is_silent_is_not_waited_for_and_who_is_slow_is(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparcel.outer.history._MOST_SECONDS", 0.2)  # dead after 0.5 s without one
+    monkeypatch.setattr(
+        "sparcel.products.outer.history._MOST_SECONDS", 0.2
+    )  # dead after 0.5 s without one
     meeting = meeting_at(place, 60.0)
     assert meeting is not None
     beats = [Beats(meeting.board, island, 60.0) for island in (3, 7)]

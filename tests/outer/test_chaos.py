@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.outer import chaos
-from sparcel.lab import Link, open_network
+from sparcel.tools.lab import Link, open_network
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from sparcel.errors import MismatchError
-from sparcel.meeting import Server
+from sparcel.products.meeting import Server
 from tests.outer.at_once import all_at_once, looking_often, raised
 from tests.outer.islands import Model, Named, Training, same
 
@@ -118,7 +118,9 @@ def waiting_less(*islands: Island) -> Iterator[None]:
 
 
 def test_islands_join_leave_and_come_late(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparcel.outer.islands._SENT_BYTES", 1000)  # guests get several parts
+    monkeypatch.setattr(
+        "sparcel.products.outer.islands._SENT_BYTES", 1000
+    )  # guests get several parts
     with ThreadPoolExecutor(3) as threads:
         first, second = (Island(place, number) for number in range(2))
         run = Run()  # a third joins, with parameters of its own that do not count

@@ -13,9 +13,9 @@ from torch.nn.utils import parametrizations, spectral_norm
 from torch.optim import SGD
 
 from sparcel import simulate
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
 from sparcel.errors import InputError, SparcelWarning
-from sparcel.outer import Outer, attach, diloco, sparseloco
+from sparcel.products.outer import Outer, attach, diloco, sparseloco
 
 PLAIN = diloco(lr=1.0, momentum=0.0)
 """What is shared becomes the mean of what islands have."""

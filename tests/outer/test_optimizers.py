@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from sparcel import simulate
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
 from sparcel.errors import InputError, SparcelWarning
-from sparcel.outer import attach, diloco, streaming
+from sparcel.products.outer import attach, diloco, streaming
 
 
 @pytest.mark.parametrize("fused", [False, True])

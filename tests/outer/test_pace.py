@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparcel import simulate
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
 from sparcel.errors import InputError, SparcelWarning
-from sparcel.outer import diloco, streaming
-from sparcel.outer.method import Pace, Weights, default
+from sparcel.products.outer import diloco, streaming
+from sparcel.products.outer.method import Pace, Weights, default
 from tests.outer.islands import Training, same
 
 PLAIN = diloco(lr=1.0, momentum=0.0)
@@ -37,7 +37,7 @@ def test_islands_of_unequal_speed_come_at_the_same_time(
     monkeypatch: pytest.MonkeyPatch, fragments: int
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr("sparcel.outer.method.time", clock)
+    monkeypatch.setattr("sparcel.products.outer.method.time", clock)
     method = replace(PLAIN, fragments=fragments)
 
     def on_rank(comm: Communicator) -> Any:

@@ -23,8 +23,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from sparcel import simulate
-from sparcel.comm import Communicator
-from sparcel.outer import Outer, attach, diloco, sparseloco, streaming
+from sparcel.core.comm import Communicator
+from sparcel.products.outer import Outer, attach, diloco, sparseloco, streaming
 from tests.fsdp.models import mesh_of, whole
 from tests.fsdp.nets import Net, loss_of, sharded
 from tests.outer.islands import Named, same, train

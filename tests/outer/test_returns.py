@@ -16,18 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparcel.comm import Communicator
-from sparcel.delta import Folder
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import Bidirectional, Dense
 from sparcel.errors import CommunicationError, SparcelWarning
-from sparcel.meeting import Meeting, Server
-from sparcel.outer import Method, Outer, attach
-from sparcel.outer.history import Create, Now, Read, Wait, beat_seconds
-from sparcel.outer.islands import pause_after
-from sparcel.outer.model import Model
-from sparcel.outer.places import ASKED_SECONDS
-from sparcel.outer.protocol import Protocol
-from sparcel.outer.shared import Shared
-from sparcel.schemes import Bidirectional, Dense
+from sparcel.products.delta import Folder
+from sparcel.products.meeting import Meeting, Server
+from sparcel.products.outer import Method, Outer, attach
+from sparcel.products.outer.history import Create, Now, Read, Wait, beat_seconds
+from sparcel.products.outer.islands import pause_after
+from sparcel.products.outer.model import Model
+from sparcel.products.outer.places import ASKED_SECONDS
+from sparcel.products.outer.protocol import Protocol
+from sparcel.products.outer.shared import Shared
 from tests.outer.at_once import all_at_once, looking_often, raised
 
 PATIENCE = 3.0

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sparcel import simulate
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import TopK
 from sparcel.errors import CommunicationError, InputError, MismatchError
-from sparcel.outer import Method, attach, diloco, muloco, sparseloco, streaming
-from sparcel.outer.method import default
-from sparcel.schemes import TopK
+from sparcel.products.outer import Method, attach, diloco, muloco, sparseloco, streaming
+from sparcel.products.outer.method import default
 from tests.outer.islands import Model, Named, Training, descend, same, train, trainable
 
 METHODS: dict[str, Callable[[], Method]] = {

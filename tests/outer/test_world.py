@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel.errors import CommunicationError
-from sparcel.outer import history
-from sparcel.outer.history import (
+from sparcel.products.outer import history
+from sparcel.products.outer.history import (
     ABORT,
     BLOCK,
     COMMIT,
@@ -27,7 +27,7 @@ from sparcel.outer.history import (
     Watches,
     beat_seconds,
 )
-from sparcel.outer.protocol import Protocol
+from sparcel.products.outer.protocol import Protocol
 from tests.outer import world as worlds
 from tests.outer.world import PATIENCE, BrokenPromiseError, Island, World, live
 

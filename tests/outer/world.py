@@ -1,4 +1,4 @@
-"""A world in which islands run `sparcel.outer.protocol`, as a seed has it: time, place and links.
+"""A world in which islands run `outer.protocol`, as a seed has it: time, place and links.
 
 Nothing in it waits. An island trains by counting: each inner step is a name, parameters are the set
 of names that have been counted, and what an island has moved, or its memory owes, are sets, too. So
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from sparcel.errors import SparcelError
-from sparcel.outer import history
-from sparcel.outer.protocol import LONGEST, Attempt, Protocol
+from sparcel.products.outer import history
+from sparcel.products.outer.protocol import LONGEST, Attempt, Protocol
 
 PATIENCE = 10.0
 SETTLED = 40 * PATIENCE
@@ -99,7 +99,7 @@ class Spans:
 
 
 class Island:
-    """An island's process, which counts names as `sparcel.outer.driver` moves tensors."""
+    """An island's process, which counts names as `sparcel.products.outer.driver` moves tensors."""
 
     def __init__(self, world: World, name: str, saved: Checkpoint | None) -> None:
         self.world, self.name, self.saved = world, name, saved

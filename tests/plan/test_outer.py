@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel.cost import STEPS, Problem, count, stated_rates
-from sparcel.cost.predict import Exchange
+from sparcel.core.cost import STEPS, Problem, count, stated_rates
+from sparcel.core.cost.predict import Exchange
+from sparcel.core.formats import format_named
 from sparcel.errors import InputError
-from sparcel.formats import format_named
-from sparcel.plan import plan
-from sparcel.plan.report import assumptions, table, verdict
-from sparcel.plan.steps import DENSE, INTERVALS, OUTER, sends_all
+from sparcel.tools.plan import plan
+from sparcel.tools.plan.report import assumptions, table, verdict
+from sparcel.tools.plan.steps import DENSE, INTERVALS, OUTER, sends_all
 
 SIZE = 10**6
 

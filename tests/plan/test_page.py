@@ -3,8 +3,8 @@
 import pytest
 from typer.testing import CliRunner
 
-from sparcel.cli import app
-from sparcel.cost import default_rates
+from sparcel.core.cost import default_rates
+from sparcel.tools.cli import app
 
 
 def said(command):

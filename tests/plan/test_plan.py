@@ -13,16 +13,24 @@ from hypothesis import strategies as st
 from torch import nn
 
 from benchmarks.network.papers_models import claims
-from sparcel.cost import STEPS, Problem, count, default_rates, predict, stated_rates, work_seconds
-from sparcel.cost.formulas import SERVED, ahead
+from sparcel.core.cost import (
+    STEPS,
+    Problem,
+    count,
+    default_rates,
+    predict,
+    stated_rates,
+    work_seconds,
+)
+from sparcel.core.cost.formulas import SERVED, ahead
+from sparcel.core.formats import format_named
+from sparcel.core.schemes import DEFAULT, UNDER_MUON, front_loaded
 from sparcel.errors import InputError
-from sparcel.formats import format_named
-from sparcel.plan import MODELS, Model, model_of, plan
-from sparcel.plan.planner import WORTH, _selecting
-from sparcel.plan.recorded import AT_10_PER_CENT, BETWEEN, OWN, POWERSGD, RECORDED, UNNAMED
-from sparcel.plan.report import assumptions, bits, not_counted, sources, table, verdict
-from sparcel.plan.steps import Workload, mean_step, sends_all
-from sparcel.schemes import DEFAULT, UNDER_MUON, front_loaded
+from sparcel.tools.plan import MODELS, Model, model_of, plan
+from sparcel.tools.plan.planner import WORTH, _selecting
+from sparcel.tools.plan.recorded import AT_10_PER_CENT, BETWEEN, OWN, POWERSGD, RECORDED, UNNAMED
+from sparcel.tools.plan.report import assumptions, bits, not_counted, sources, table, verdict
+from sparcel.tools.plan.steps import Workload, mean_step, sends_all
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 

@@ -9,8 +9,9 @@ from benchmarks.record import RESULTS, Row, rows_of
 from benchmarks.rules import is_todays
 from benchmarks.training.frontier_report import all_rows, usual_of
 from benchmarks.training.step_factors import step_factors
-from sparcel.plan.planner import SPARSE
-from sparcel.plan.recorded import (
+from sparcel.core.schemes import ON_NODES, SEND_ALL, UNDER_MUON, Settings
+from sparcel.tools.plan.planner import SPARSE
+from sparcel.tools.plan.recorded import (
     LIKE,
     MUON,
     OWN,
@@ -22,7 +23,6 @@ from sparcel.plan.recorded import (
     UNNAMED,
     WITH_MUON,
 )
-from sparcel.schemes import ON_NODES, SEND_ALL, UNDER_MUON, Settings
 
 
 def run_of(settings: Settings) -> str:

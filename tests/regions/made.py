@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sparcel
-from sparcel import kernels, simulate
-from sparcel.comm import SimulatedCommunicator
-from sparcel.formats import FewBits, Format
-from sparcel.kernels.definitions import regions
-from sparcel.schemes import Bidirectional, Costs, Request
+from sparcel import simulate
+from sparcel.core import kernels
+from sparcel.core.comm import SimulatedCommunicator
+from sparcel.core.formats import FewBits, Format
+from sparcel.core.kernels.definitions import regions
+from sparcel.core.schemes import Bidirectional, Costs, Request
 from tests.kernels.paths import Case, isas, using
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel.formats import RAW, format_named
-from sparcel.kernels.definitions.regions import sampled_places, sampled_threshold
-from sparcel.kernels.phase import LARGEST_BLOCK, SMALLEST_BLOCK
-from sparcel.regions import Regions, phase
+from sparcel.core.formats import RAW, format_named
+from sparcel.core.kernels.definitions.regions import sampled_places, sampled_threshold
+from sparcel.core.kernels.phase import LARGEST_BLOCK, SMALLEST_BLOCK
+from sparcel.core.regions import Regions, phase
 from tests.kernels.paths import Case
 from tests.regions.made import KINDS, SIZES, ranges
 

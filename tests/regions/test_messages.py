@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparcel import formats, kernels, simulate
-from sparcel.comm import SimulatedCommunicator
+from sparcel import simulate
+from sparcel.core import formats, kernels
+from sparcel.core.comm import SimulatedCommunicator
+from sparcel.core.formats import HEADER_BYTES, Expected, Format, format_named
+from sparcel.core.regions import RETURNED, Phase, Regions, phase
 from sparcel.errors import CommunicationError, FormatError
-from sparcel.formats import HEADER_BYTES, Expected, Format, format_named
-from sparcel.regions import RETURNED, Phase, Regions, phase
 from tests.kernels.paths import Case, isas, using
 from tests.regions.made import Steps, passes
 from tests.strategies import same_bits

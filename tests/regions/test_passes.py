@@ -14,8 +14,8 @@ from torch import Tensor
 
 import sparcel
 from sparcel import simulate
-from sparcel.comm import Communicator
-from sparcel.schemes import Request
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import Request
 from tests.kernels.paths import ISAS, Case
 from tests.regions.made import Found, Steps, cases, run
 from tests.sampling import meeting

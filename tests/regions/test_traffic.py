@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from sparcel.cost import STEPS, Problem, count
-from sparcel.formats import Format, Header, format_named
-from sparcel.regions import Regions, phase
+from sparcel.core.cost import STEPS, Problem, count
+from sparcel.core.formats import Format, Header, format_named
+from sparcel.core.regions import Regions, phase
 from tests.regions.made import Steps, cases, run
 
 

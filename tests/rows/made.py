@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from hypothesis import strategies as st
 
-from sparcel.rows import Rows
+from sparcel.products.rows import Rows
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from([-1.0, 0.0, 1.0])
 TEXTS = st.text("abé,-", min_size=1)

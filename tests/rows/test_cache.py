@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel.errors import InputError
-from sparcel.rows import (
+from sparcel.products.rows import (
     CacheWriter,
     Rows,
     cache,
@@ -25,7 +25,7 @@ from sparcel.rows import (
     save,
     shard,
 )
-from sparcel.rows.cache import ALIGNMENT, MAGIC, START, VERSION
+from sparcel.products.rows.cache import ALIGNMENT, MAGIC, START, VERSION
 from tests.rows.made import NUMBERS, TEXTS, folder, made, same
 
 ANY = made(NUMBERS) | made(TEXTS)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparcel.errors import InputError
-from sparcel.rows import read_json_lines, read_lines, read_tsv
-from sparcel.rows.text import Documents, Fail
+from sparcel.products.rows import read_json_lines, read_lines, read_tsv
+from sparcel.products.rows.text import Documents, Fail
 
 Reader = Callable[[bytes, Fail], Documents]
 

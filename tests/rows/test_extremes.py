@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sparcel.errors import InputError
-from sparcel.rows import SvmLight, cached, make_cache, read_svmlight
+from sparcel.products.rows import SvmLight, cached, make_cache, read_svmlight
 
 
 def written(folder: Path, text: bytes) -> Path:

@@ -5,7 +5,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel.rows.files import COMPRESSED_WEIGHT, FilePiece, is_compressed, parts
+from sparcel.products.rows.files import COMPRESSED_WEIGHT, FilePiece, is_compressed, parts
 
 FILES = st.lists(
     st.tuples(st.sampled_from(["a", "b.svm", "c.gz", "d.xz", "e.zst"]), st.integers(0, 50)),

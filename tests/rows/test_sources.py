@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sparcel.errors import InputError
-from sparcel.rows import (
+from sparcel.products.rows import (
     HashedNGrams,
     SvmLight,
     Text,

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_svmlight_file
 
 from sparcel.errors import InputError, MissingDependencyError
-from sparcel.rows import (
+from sparcel.products.rows import (
     Rows,
     SvmLight,
     concatenate,
     files,
     read_svmlight,
 )
-from sparcel.rows.files import FilePiece
+from sparcel.products.rows.files import FilePiece
 from tests.rows.made import NUMBERS, TEXTS, folder, made, same, texts_of
 
 PACKED = {

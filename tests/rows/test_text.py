@@ -17,8 +17,8 @@ from sklearn.feature_extraction.text import HashingVectorizer
 
 from sparcel import _cpu
 from sparcel.errors import InputError
-from sparcel.rows import HashedNGrams, Rows, concatenate
-from sparcel.rows.text import _classes
+from sparcel.products.rows import HashedNGrams, Rows, concatenate
+from sparcel.products.rows.text import _classes
 
 SPACES = " \t\n\r\v\f\x1c\x1f\x85\xa0\u2003\u2028\u3000"
 MARKS = "\u0301\u0345\u200d"

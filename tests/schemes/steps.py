@@ -7,9 +7,9 @@ from hypothesis import settings
 
 import sparcel
 from sparcel import simulate
-from sparcel.collectives.oktopk import topk_by_regions
-from sparcel.schemes import Auto, GTopK, Hierarchical, OkTopK, ScaleCom
-from sparcel.schemes.topk import put_back
+from sparcel.core.collectives.oktopk import topk_by_regions
+from sparcel.core.schemes import Auto, GTopK, Hierarchical, OkTopK, ScaleCom
+from sparcel.core.schemes.topk import put_back
 
 
 class OkTopKByRegions(OkTopK):

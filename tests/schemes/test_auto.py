@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import sparcel
 from sparcel import simulate
+from sparcel.core.schemes import Auto, Dense, Request
+from sparcel.core.schemes.auto import CANDIDATES
 from sparcel.errors import CommunicationError, InputError, MismatchError
-from sparcel.schemes import Auto, Dense, Request
-from sparcel.schemes.auto import CANDIDATES
 from tests.schemes.steps import integers, normal, total
 from tests.strategies import same_bits
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparcel
+from sparcel.core.schemes import Costs, Hierarchical, Request
 from sparcel.errors import InputError
-from sparcel.schemes import Costs, Hierarchical, Request
 from tests.schemes.steps import (
     INTEGERS,
     SPARSE,

@@ -9,8 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 import sparcel
 from sparcel import simulate
-from sparcel.schemes import Request
-from sparcel.selectors import SELECTORS
+from sparcel.core.schemes import Request
+from sparcel.core.selectors import SELECTORS
 from tests.collectives.test_traffic import COSTS, evaluate
 from tests.sampling import meeting
 from tests.schemes.steps import normal

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparcel import simulate
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import Auto, Dense, Hierarchical, OkTopK, ScaleCom, Scheme, TopK
 from sparcel.errors import InputError
-from sparcel.schemes import Auto, Dense, Hierarchical, OkTopK, ScaleCom, Scheme, TopK
 from tests.strategies import same_bits
 
 SIZE = 40

@@ -9,8 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparcel
-from sparcel.schemes import Costs, Hierarchical, Request, TopK, front_loaded, front_loaded_shares
-from sparcel.schemes.density import count_for
+from sparcel.core.schemes import (
+    Costs,
+    Hierarchical,
+    Request,
+    TopK,
+    front_loaded,
+    front_loaded_shares,
+)
+from sparcel.core.schemes.density import count_for
 from tests.schemes.steps import integers, memory_of, normal, simulate_nodes, total
 
 densities = st.floats(1e-5, 1)

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from sparcel.comm import Communicator
-from sparcel.errors import MismatchError, SparcelError
-from sparcel.schemes import (
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import (
     Auto,
     Bidirectional,
     Dense,
@@ -24,7 +23,8 @@ from sparcel.schemes import (
     SparCML,
     TopK,
 )
-from sparcel.selectors import RandomK
+from sparcel.core.selectors import RandomK
+from sparcel.errors import MismatchError, SparcelError
 from tests.schemes.steps import integers, simulate_nodes
 from tests.workers import on_engines_in_turn
 

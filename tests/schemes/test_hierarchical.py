@@ -11,15 +11,24 @@ from hypothesis import strategies as st
 
 import sparcel
 from sparcel import simulate
-from sparcel.collectives.reduce_scatter import sum_regions
+from sparcel.core.collectives.reduce_scatter import sum_regions
+from sparcel.core.schemes import (
+    Dense,
+    GTopK,
+    Hierarchical,
+    OkTopK,
+    Request,
+    ScaleCom,
+    SparCML,
+    TopK,
+)
+from sparcel.core.wire import Wire
 from sparcel.errors import InputError
-from sparcel.schemes import Dense, GTopK, Hierarchical, OkTopK, Request, ScaleCom, SparCML, TopK
-from sparcel.wire import Wire
 from tests.schemes.steps import INTEGERS, copy_of, few_examples, integers, memory_of, normal, total
 from tests.strategies import same_bits
 
 # The package has the function of this name.
-reduce_scatter_module = sys.modules["sparcel.collectives.reduce_scatter"]
+reduce_scatter_module = sys.modules["sparcel.core.collectives.reduce_scatter"]
 
 INNER = {
     "topk": lambda: TopK(0.1, algorithm="allgather"),

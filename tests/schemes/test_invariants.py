@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel import simulate
-from sparcel.comm import SimulatedCommunicator
+from sparcel.core.comm import SimulatedCommunicator
+from sparcel.core.schemes import Request
 from sparcel.errors import CommunicationError, MismatchError
-from sparcel.schemes import Request
 from tests.sampling import meeting
 from tests.schemes.steps import (
     EXACT,

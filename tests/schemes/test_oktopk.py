@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sparcel import SparseStream, simulate
+from sparcel.core.schemes import OkTopK, Request
 from sparcel.errors import MismatchError
-from sparcel.schemes import OkTopK, Request
 from tests.schemes.steps import OkTopKByRegions, normal, total
 from tests.strategies import full, same_bits
 
@@ -45,7 +45,7 @@ def test_the_largest_sums_of_what_was_selected_win(make, put_back, size):
 @pytest.mark.parametrize(("size", "by_regions"), [(300, False), (20_000, True)])
 def test_regions_are_summed_only_where_gathering_takes_more(size, by_regions, monkeypatch):
     calls = []
-    module = sys.modules["sparcel.collectives.oktopk"]
+    module = sys.modules["sparcel.core.collectives.oktopk"]
     original = module.topk_by_regions
     monkeypatch.setattr(module, "topk_by_regions", lambda *args: calls.append(1) or original(*args))
     simulate(4, lambda comm: OkTopK(0.1).step(normal(comm.rank, 0, size), comm))

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import sparcel
-from sparcel import device, simulate
-from sparcel.schemes import SPARSER, Hierarchical
+from sparcel import simulate
+from sparcel.core import device
+from sparcel.core.schemes import SPARSER, Hierarchical
 from tests.card import launches, moved, on_card, seen
 from tests.schemes.steps import DISTINCT, SCHEMES
 from tests.strategies import same_bits

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import sparcel
-from sparcel.comm import Communicator, TorchCommunicator
-from sparcel.comm.simulated import SimulatedCommunicator
+from sparcel.core.comm import Communicator, TorchCommunicator
+from sparcel.core.comm.simulated import SimulatedCommunicator
+from sparcel.core.schemes import Hierarchical, OkTopK
 from sparcel.errors import CommunicationError, MismatchError
-from sparcel.schemes import Hierarchical, OkTopK
 from tests.sampling import meeting
 from tests.schemes.steps import (
     DISTINCT,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import sparcel
 from sparcel import simulate
-from sparcel.memory import wide_dtype
-from sparcel.schemes import Auto, Costs, Dense, Request, TopK
+from sparcel.core.memory import wide_dtype
+from sparcel.core.schemes import Auto, Costs, Dense, Request, TopK
 from tests.schemes.steps import (
     DISTINCT,
     INTEGERS,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import sparcel
 from sparcel import simulate
-from sparcel.selectors import selector
+from sparcel.core.selectors import selector
 from tests.schemes.steps import integers, normal, total
 
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 import sparcel
 from sparcel import simulate
+from sparcel.core.formats.message import HEADER_BYTES
+from sparcel.core.schemes import SCHEMES as TABLE
+from sparcel.core.schemes import Costs, Request
 from sparcel.errors import InputError, MismatchError
-from sparcel.formats.message import HEADER_BYTES
-from sparcel.schemes import SCHEMES as TABLE
-from sparcel.schemes import Costs, Request
 from tests.collectives.test_others import largest, tree
 from tests.schemes.steps import copy_of, integers, normal, run, total
 

@@ -10,8 +10,16 @@ from typing import Any
 import pytest
 
 import sparcel
+from sparcel.core.schemes import (
+    SCHEMES,
+    SPARSER,
+    Hierarchical,
+    Scheme,
+    Settings,
+    chosen_scheme,
+    scheme,
+)
 from sparcel.errors import InputError, SparcelWarning
-from sparcel.schemes import SCHEMES, SPARSER, Hierarchical, Scheme, Settings, chosen_scheme, scheme
 
 WITH_DENSITY = [name for name in SCHEMES if "density" in signature(SCHEMES[name]).parameters]
 

@@ -7,9 +7,9 @@ import torch
 
 import sparcel
 from benchmarks.streams.paper_selectors import DoubleSampling, GaussianK
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
+from sparcel.core.selectors import overlap, topk
 from sparcel.errors import MismatchError
-from sparcel.selectors import overlap, topk
 
 # Gaussian-k
 

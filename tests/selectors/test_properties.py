@@ -9,10 +9,10 @@ from hypothesis import given
 from torch import Tensor
 
 from benchmarks.streams.paper_selectors import DoubleSampling, GaussianK
-from sparcel import kernels
-from sparcel.kernels import Addition
-from sparcel.kernels.definitions import select as reference
-from sparcel.selectors import (
+from sparcel.core import kernels
+from sparcel.core.kernels import Addition
+from sparcel.core.kernels.definitions import select as reference
+from sparcel.core.selectors import (
     SELECTORS,
     Bucketed,
     Chunkwise,

@@ -6,9 +6,17 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from sparcel import kernels
+from sparcel.core import kernels
+from sparcel.core.selectors import (
+    SELECTORS,
+    ExactTopK,
+    MSTopK,
+    ThresholdReuse,
+    overlap,
+    selector,
+    topk,
+)
 from sparcel.errors import InputError
-from sparcel.selectors import SELECTORS, ExactTopK, MSTopK, ThresholdReuse, overlap, selector, topk
 from tests.kernels.paths import Case
 from tests.strategies import FLOATS
 

@@ -14,9 +14,9 @@ from torch.func import functional_call
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from sparcel.comm import Communicator
-from sparcel.optim import LAMB, LARS
-from sparcel.schemes import Hierarchical, OkTopK, Scheme, TopK
+from sparcel.core.comm import Communicator
+from sparcel.core.optim import LAMB, LARS
+from sparcel.core.schemes import Hierarchical, OkTopK, Scheme, TopK
 from tests.evenly import even_averager
 from tests.training.tensors import Named, owed_by
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparcel.memory import Range
-from sparcel.schemes import (
+from sparcel.core.memory import Range
+from sparcel.core.schemes import (
     Auto,
     Bidirectional,
     Dense,
@@ -21,7 +21,7 @@ from sparcel.schemes import (
     Scheme,
     TopK,
 )
-from sparcel.training import Averager, Scope
+from sparcel.core.training import Averager, Scope
 
 Named = dict[str, Tensor]
 

@@ -13,10 +13,10 @@ from torch.func import functional_call
 from torch.optim import SGD, Adamax, AdamW, Muon, NAdam, RAdam, RMSprop
 
 from sparcel import simulate
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import Bidirectional, Dense, Hierarchical, Scheme, TopK
+from sparcel.core.training import Ahead
 from sparcel.errors import InputError, MismatchError, SparcelWarning
-from sparcel.schemes import Bidirectional, Dense, Hierarchical, Scheme, TopK
-from sparcel.training import Ahead
 from tests.evenly import even_averager
 from tests.sampling import meeting
 from tests.strategies import same_bits

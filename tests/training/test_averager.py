@@ -16,10 +16,10 @@ from torch import Tensor
 
 import sparcel
 from sparcel import simulate
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import Scheme, TopK
+from sparcel.core.training import Scope
 from sparcel.errors import CommunicationError, InputError
-from sparcel.schemes import Scheme, TopK
-from sparcel.training import Scope
 from tests.evenly import even_averager
 from tests.strategies import same_bits
 from tests.training.tensors import (

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from sparcel.comm import ALL_CONTROL, Communicator
-from sparcel.schemes import Outcome, Scheme
-from sparcel.schemes.step import Step
-from sparcel.stream import SparseStream
+from sparcel.core.comm import ALL_CONTROL, Communicator
+from sparcel.core.schemes import Outcome, Scheme
+from sparcel.core.schemes.step import Step
+from sparcel.core.stream import SparseStream
 from tests.evenly import even_averager
 
 AT_MOST = 200

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from sparcel import simulate
-from sparcel.comm import Communicator, TorchCommunicator, carry
-from sparcel.comm import torch as over_torch
+from sparcel.core.comm import Communicator, TorchCommunicator, carry
+from sparcel.core.comm import torch as over_torch
+from sparcel.core.schemes import TopK
+from sparcel.core.training.ranks import Carrier, check_carrier, connected
 from sparcel.errors import InputError, MismatchError
-from sparcel.schemes import TopK
-from sparcel.training.ranks import Carrier, check_carrier, connected
 from tests.card import moved, on_card, seen
 from tests.evenly import even_averager
 from tests.training.tensors import SCHEMES, TENSORS, Named, gradients_of

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel import simulate
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import Dense, GTopK, Hierarchical, ScaleCom, Scheme, TopK
+from sparcel.core.training import Averager
 from sparcel.errors import InputError, SparcelWarning
-from sparcel.schemes import Dense, GTopK, Hierarchical, ScaleCom, Scheme, TopK
-from sparcel.training import Averager
 from tests.evenly import even_averager
 from tests.strategies import same_bits
 from tests.training.tensors import TENSORS, Named, gradients_of, owed_by

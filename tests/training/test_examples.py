@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
 from tests.integrations.launched import as_by_accelerate, as_by_torchrun
 
 ROOT = Path(__file__).parents[2]

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from sparcel import outer
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import TopK
 from sparcel.errors import CommunicationError, InputError, MismatchError, SparcelError
-from sparcel.schemes import TopK
+from sparcel.products import outer
 from tests.ddp.models import MANY_BUCKETS
 from tests.evenly import attach_evenly
 from tests.fsdp.models import mesh_of

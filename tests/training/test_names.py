@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparcel.core.training.names import model_names
 from sparcel.errors import InputError
-from sparcel.training.names import model_names
 
 WRAPPERS = st.sampled_from(["_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."])
 PATHS = st.lists(st.sampled_from(["0", "layers", "encoder", "weight"]), min_size=1, max_size=4)

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 import sparcel
-from sparcel import device, simulate
-from sparcel.comm import Communicator
+from sparcel import simulate
+from sparcel.core import device
+from sparcel.core.comm import Communicator
+from sparcel.core.regions.exchange import Returned
+from sparcel.core.schemes import SPARSER, Scheme, sparsifier
+from sparcel.core.stream import WRITTEN
+from sparcel.core.training import Averager, Scope, Stats
 from sparcel.errors import FormatError
-from sparcel.regions.exchange import Returned
-from sparcel.schemes import SPARSER, Scheme, sparsifier
-from sparcel.stream import WRITTEN
-from sparcel.training import Averager, Scope, Stats
 from tests.card import Launches, launches, moved, on_card, seen
 from tests.strategies import same_bits
 from tests.training.tensors import TENSORS, Named, gradients_of

@@ -7,12 +7,12 @@ import torch
 
 import sparcel
 from sparcel import simulate
-from sparcel.comm import Communicator
-from sparcel.cost import stated_rates
+from sparcel.core.comm import Communicator
+from sparcel.core.cost import stated_rates
+from sparcel.core.schemes import TopK
+from sparcel.core.training import Averager
+from sparcel.core.training.ranks import Shard
 from sparcel.errors import MismatchError
-from sparcel.schemes import TopK
-from sparcel.training import Averager
-from sparcel.training.ranks import Shard
 from tests.evenly import even_averager
 
 

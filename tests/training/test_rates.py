@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from sparcel import scheme, simulate
-from sparcel.comm import Communicator
-from sparcel.cost import default_rates, stated_rates
+from sparcel.core.comm import Communicator
+from sparcel.core.cost import default_rates, stated_rates
+from sparcel.core.schemes import Auto, Hierarchical
 from sparcel.errors import InputError, MismatchError
-from sparcel.schemes import Auto, Hierarchical
 from tests.evenly import even_averager
 
 TENSORS = {"weight": torch.zeros(200, 100)}

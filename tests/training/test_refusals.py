@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from sparcel import simulate
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import Dense, TopK
 from sparcel.errors import CommunicationError, InputError, MismatchError, SparcelWarning
-from sparcel.schemes import Dense, TopK
 from tests.evenly import even_averager
 from tests.training.tensors import TENSORS, Named, gradients_of
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparcel import simulate
-from sparcel.comm import Communicator
-from sparcel.schemes import GTopK, Hierarchical, OkTopK, Request, ScaleCom, Scheme, TopK
-from sparcel.training.layout import Piece
-from sparcel.training.residuals import Residuals
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import GTopK, Hierarchical, OkTopK, Request, ScaleCom, Scheme, TopK
+from sparcel.core.training.layout import Piece
+from sparcel.core.training.residuals import Residuals
 
 SIZES = {"a": 7, "b": 1, "c": 30, "d": 16, "e": 3}
 Layout = Sequence[Sequence[str]]

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparcel import simulate
-from sparcel.comm import Communicator
-from sparcel.errors import InputError
-from sparcel.schemes import (
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import (
     Bidirectional,
     Dense,
     GTopK,
@@ -26,8 +25,9 @@ from sparcel.schemes import (
     Scheme,
     TopK,
 )
-from sparcel.training import Averager, Scope
-from sparcel.training.residuals import FLUSH_STEPS
+from sparcel.core.training import Averager, Scope
+from sparcel.core.training.residuals import FLUSH_STEPS
+from sparcel.errors import InputError
 from tests.evenly import even_averager
 from tests.strategies import same_bits
 from tests.training.tensors import (

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import sparcel
 from sparcel import Phase, Schedule, simulate
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import Scheme, TopK
+from sparcel.core.training import Averager
 from sparcel.errors import InputError
-from sparcel.schemes import Scheme, TopK
-from sparcel.training import Averager
 from tests.evenly import even_averager
 from tests.strategies import same_bits
 from tests.training.tensors import TENSORS, gradients_of

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparcel import simulate
-from sparcel.comm import Communicator
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import Auto, Dense, Request, ScaleCom, Scheme, TopK
+from sparcel.core.training import Averager, Scope
 from sparcel.errors import MismatchError
-from sparcel.schemes import Auto, Dense, Request, ScaleCom, Scheme, TopK
-from sparcel.training import Averager, Scope
 from tests.evenly import even_averager
 from tests.sampling import meeting
 from tests.strategies import same_bits

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from sparcel import scheme, simulate
-from sparcel.comm import Communicator
-from sparcel.training import Costs, Stats
+from sparcel.core.comm import Communicator
+from sparcel.core.training import Costs, Stats
 from tests.evenly import even_averager
 from tests.training.tensors import TENSORS, gradients_of
 

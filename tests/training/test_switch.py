@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparcel import simulate
-from sparcel.comm import Communicator
-from sparcel.errors import CommunicationError, InputError, MismatchError
-from sparcel.schemes import (
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import (
     Auto,
     Bidirectional,
     Dense,
@@ -27,8 +26,9 @@ from sparcel.schemes import (
     Scheme,
     TopK,
 )
-from sparcel.training import Averager, Scope
-from sparcel.training.residuals import FLUSH_STEPS
+from sparcel.core.training import Averager, Scope
+from sparcel.core.training.residuals import FLUSH_STEPS
+from sparcel.errors import CommunicationError, InputError, MismatchError
 from tests.evenly import even_averager
 from tests.sampling import meeting
 from tests.strategies import same_bits

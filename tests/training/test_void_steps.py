@@ -12,10 +12,10 @@ from torch import Tensor
 
 import sparcel
 from sparcel import simulate
-from sparcel.comm import Communicator
-from sparcel.schemes import Dense, Hierarchical, Scheme, TopK
-from sparcel.training import Averager, Scope
-from sparcel.training.residuals import FLUSH_STEPS
+from sparcel.core.comm import Communicator
+from sparcel.core.schemes import Dense, Hierarchical, Scheme, TopK
+from sparcel.core.training import Averager, Scope
+from sparcel.core.training.residuals import FLUSH_STEPS
 from tests.evenly import even_averager
 from tests.sampling import meeting
 from tests.strategies import same_bits

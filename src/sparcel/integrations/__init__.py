@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sparcel.training import Handle
+    from sparcel.core.training import Handle
 
 __all__ = ["FullState"]
 

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparcel.delta import (
+from sparcel.errors import CommunicationError, InputError, VersionError, public_url, shown
+from sparcel.products.delta import (
     HostSubscriber,
     Seen,
     ShardedPublisher,
@@ -27,8 +28,7 @@ from sparcel.delta import (
     read_index,
     store_at,
 )
-from sparcel.delta.index import index_in
-from sparcel.errors import CommunicationError, InputError, VersionError, public_url, shown
+from sparcel.products.delta.index import index_in
 
 _SECONDS = 0.2
 """How long rollout workers wait before they look into the store again."""

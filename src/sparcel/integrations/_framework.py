@@ -14,7 +14,7 @@ from sparcel.errors import InputError, MissingDependencyError, warn
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sparcel.training import Handle
+    from sparcel.core.training import Handle
 
 
 @contextmanager

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from sparcel.delta import Version
 from sparcel.integrations._engines import Passage
 from sparcel.integrations._framework import needs
+from sparcel.products.delta import Version
 
 with needs("nemo_rl"):
     from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine

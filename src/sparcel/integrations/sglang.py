@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 from urllib.parse import quote, unquote
 
-from sparcel.delta import HostSubscriber, Version
 from sparcel.errors import InputError, VersionError, public_url
 from sparcel.integrations._engines import Routes
+from sparcel.products.delta import HostSubscriber, Version
 
 __all__ = ["Server", "register"]
 

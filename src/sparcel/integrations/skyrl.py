@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparcel.delta import ShardedPublisher, Version
 from sparcel.errors import InputError
 from sparcel.integrations._engines import agreed
 from sparcel.integrations._framework import needs
+from sparcel.products.delta import ShardedPublisher, Version
 
 with needs("skyrl"):
     from skyrl.backends.skyrl_train import weight_sync

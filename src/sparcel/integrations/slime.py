@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparcel.delta import ShardedPublisher, Version
 from sparcel.errors import CommunicationError, InputError
 from sparcel.integrations._engines import agreed, facts_of, on_host
 from sparcel.integrations.sglang import path_of
+from sparcel.products.delta import ShardedPublisher, Version
 
 _UPDATES = "backends.megatron_utils.update_weight"
 _PLACES = {

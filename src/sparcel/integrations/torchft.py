@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, ReduceOp, Store, Work
 
-from sparcel._checks import FLOAT_DTYPES, check_type, checked_number, checked_whole
-from sparcel.comm import Communicator, Job, TorchCommunicator, Traffic, carry
+from sparcel.core._checks import FLOAT_DTYPES, check_type, checked_number, checked_whole
+from sparcel.core.comm import Communicator, Job, TorchCommunicator, Traffic, carry
+from sparcel.core.schemes import Outcome, Request, Scheme
 from sparcel.errors import CommunicationError, InputError
 from sparcel.integrations._framework import needs
-from sparcel.schemes import Outcome, Request, Scheme
 
 with needs("torchft"):
     from torchft.process_group import ProcessGroupGloo

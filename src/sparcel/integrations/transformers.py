@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparcel._files import replacing
+from sparcel.core._files import replacing
 from sparcel.integrations._framework import attach_wrapped, load_or_warn, needs
 
 with needs("transformers"):
@@ -16,8 +16,8 @@ with needs("transformers"):
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 if TYPE_CHECKING:
-    from sparcel.schemes import Scheme
-    from sparcel.training import Handle
+    from sparcel.core.schemes import Scheme
+    from sparcel.core.training import Handle
 
 _FILE = "sparcel.pt"
 _WAY_OUT = (

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparcel.delta import Publisher, Version, store_at
 from sparcel.errors import InputError
 from sparcel.integrations._engines import checked_dtype, on_host
 from sparcel.integrations.vllm import Server
+from sparcel.products.delta import Publisher, Version, store_at
 
 
 class WeightTransfer:

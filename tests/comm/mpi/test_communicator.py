@@ -12,8 +12,8 @@ import torch
 
 import sparcel
 from sparcel import SparseStream
-from sparcel.comm import Communicator, resolve
-from sparcel.comm.failure import Cause
+from sparcel.core.comm import Communicator, resolve
+from sparcel.core.comm.failure import Cause
 from sparcel.errors import CommunicationError, InputError, MismatchError
 from tests.comm import test_lifecycle as lifecycle
 from tests.comm.torch import test_communicator as shared
@@ -88,7 +88,7 @@ def test_any_subgroup_of_the_world_is_a_group(run_on_mpi: Runner) -> None:
 def refusals(comm: Communicator) -> list[str]:
     from mpi4py import MPI
 
-    from sparcel.comm.mpi import MpiCommunicator
+    from sparcel.core.comm.mpi import MpiCommunicator
 
     texts = []
     for attempt in (
@@ -137,7 +137,7 @@ def silent(comm: Communicator) -> tuple[str, bool]:
     """Return each rank's error if rank 1 takes no part, and whether it came in time."""
     from mpi4py import MPI
 
-    from sparcel.comm.mpi import MpiCommunicator
+    from sparcel.core.comm.mpi import MpiCommunicator
 
     world = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group.Incl(list(range(comm.size))))
     own = MpiCommunicator.of(world, timeout=60.0)
@@ -167,12 +167,12 @@ def without_a_network(comm: Communicator, same_host: bool) -> str | list[int]:
     """Connect while rank 0 finds only loopback; return the error, or the gathered numbers."""
     from mpi4py import MPI
 
-    from sparcel.comm.mpi import MpiCommunicator
+    from sparcel.core.comm.mpi import MpiCommunicator
 
     world = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group.Incl(list(range(comm.size))))
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("GLOO_SOCKET_IFNAME")
-        patch.setattr("sparcel.comm.mpi._ELSEWHERE", ["127.0.0.1"])
+        patch.setattr("sparcel.core.comm.mpi._ELSEWHERE", ["127.0.0.1"])
         patch.setattr("socket.gethostname", lambda: f"host{0 if same_host else comm.rank}")
         try:
             own = MpiCommunicator.of(world, timeout=60.0)
@@ -194,7 +194,7 @@ def aborted_meanwhile(comm: Communicator) -> str:
     """Return the error of a job that exchanges after another thread has aborted."""
     from mpi4py import MPI
 
-    from sparcel.comm.mpi import MpiCommunicator
+    from sparcel.core.comm.mpi import MpiCommunicator
 
     world = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group.Incl(list(range(comm.size))))
     own = MpiCommunicator.of(world, timeout=60.0)

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from sparcel.lab import Ended, Line, Loopback, Workers
+from sparcel.tools.lab import Ended, Line, Loopback, Workers
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -15,7 +15,7 @@ _IMPORTS = """
 import sys, threading, time
 from contextlib import nullcontext
 from mpi4py import MPI
-from sparcel.comm.mpi import MpiCommunicator, exit_after_failure
+from sparcel.core.comm.mpi import MpiCommunicator, exit_after_failure
 from sparcel.errors import CommunicationError
 """
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import sparcel
 from sparcel import simulate
-from sparcel.comm import Network, Traffic
+from sparcel.core.comm import Network, Traffic
 from sparcel.errors import InputError
 from tests.strategies import case_of, same_stream, worlds
 

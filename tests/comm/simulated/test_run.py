@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import sparcel
 from sparcel import simulate
-from sparcel.comm import DIRECT_RANKS
+from sparcel.core.comm import DIRECT_RANKS
 from sparcel.errors import CommunicationError, InputError, MismatchError
 from tests.strategies import SUM, case_of, dense_reference, full, worlds
 

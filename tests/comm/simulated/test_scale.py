@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 
 from sparcel import simulate
-from sparcel.collectives import ALGORITHMS, gtopk
-from sparcel.comm import Network, SimulatedCommunicator
+from sparcel.core.collectives import ALGORITHMS, gtopk
+from sparcel.core.comm import Network, SimulatedCommunicator
+from sparcel.core.wire import Wire
 from sparcel.errors import MismatchError
-from sparcel.wire import Wire
 from tests.strategies import SUM, case_of, dense_reference, full, worlds
 
 

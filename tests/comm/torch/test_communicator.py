@@ -14,10 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sparcel import ops
-from sparcel.comm import Communicator, SimulatedCommunicator, TorchCommunicator, resolve, simulate
+from sparcel.core import ops
+from sparcel.core.comm import (
+    Communicator,
+    SimulatedCommunicator,
+    TorchCommunicator,
+    resolve,
+    simulate,
+)
+from sparcel.core.ops import SUM, Op
 from sparcel.errors import CommunicationError, InputError
-from sparcel.ops import SUM, Op
 
 pytestmark = pytest.mark.processes
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from sparcel import simulate
-from sparcel.comm.engine import ALL_CONTROL
+from sparcel.core.comm.engine import ALL_CONTROL
+from sparcel.core.formats import Format
 from sparcel.errors import MismatchError
-from sparcel.formats import Format
 from tests import nccl
 from tests.card import CARD
 from tests.nccl import OverGloo, connected, numbers

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparcel.delta import Subscriber
+from sparcel.products.delta import Subscriber
 
 
 @dataclass

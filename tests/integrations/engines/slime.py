@@ -15,7 +15,7 @@ from urllib.parse import unquote
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sparcel.delta import HostSubscriber, Version
+from sparcel.products.delta import HostSubscriber, Version
 
 Bucket = list[tuple[str, Tensor]]
 

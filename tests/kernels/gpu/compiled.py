@@ -15,10 +15,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from sparcel import device, ops
-from sparcel.formats import format_named
-from sparcel.kernels import Addition, Regions, gpu
-from sparcel.regions import phase
+from sparcel.core import device, ops
+from sparcel.core.formats import format_named
+from sparcel.core.kernels import Addition, Regions, gpu
+from sparcel.core.regions import phase
 
 ARCHITECTURE = 90  # that of the H100
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from sparcel import device
-from sparcel.kernels.definitions import few_bits as reference
-from sparcel.kernels.gpu import few_bits as kernels
+from sparcel.core import device
+from sparcel.core.kernels.definitions import few_bits as reference
+from sparcel.core.kernels.gpu import few_bits as kernels
 from tests.card import moved, on_card, seen
 from tests.kernels.paths import KINDS, Case
 from tests.strategies import FLOATS, same_bits

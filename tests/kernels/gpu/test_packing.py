@@ -10,9 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from sparcel.kernels.definitions import packing as reference
-from sparcel.kernels.gpu import _base
-from sparcel.kernels.gpu import packing as kernels
+from sparcel.core.kernels.definitions import packing as reference
+from sparcel.core.kernels.gpu import _base
+from sparcel.core.kernels.gpu import packing as kernels
 from tests.card import launches, moved, on_card, seen
 from tests.kernels.test_packing import lists_of_indices
 from tests.strategies import same_bits

@@ -8,12 +8,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from sparcel import device
+from sparcel.core import device
+from sparcel.core.kernels.definitions import reduce as reference
+from sparcel.core.kernels.gpu import _base
+from sparcel.core.kernels.gpu import reduce as kernels
+from sparcel.core.ops import MAX, MIN, PRODUCT, SUM, Op
 from sparcel.errors import FormatError, InputError
-from sparcel.kernels.definitions import reduce as reference
-from sparcel.kernels.gpu import _base
-from sparcel.kernels.gpu import reduce as kernels
-from sparcel.ops import MAX, MIN, PRODUCT, SUM, Op
 from tests.card import moved, on_card, seen
 from tests.kernels.test_merge import Pair, random_streams
 from tests.strategies import CIRCLE, DTYPES, FLOATS, same_bits

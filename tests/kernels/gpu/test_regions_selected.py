@@ -18,12 +18,13 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from sparcel import _cpu, kernels  # noqa: E402
-from sparcel.formats import FewBits, Format, format_named  # noqa: E402
-from sparcel.kernels import Addition, Phase, Regions, gpu, row_bytes  # noqa: E402
-from sparcel.kernels.definitions import packing  # noqa: E402
-from sparcel.kernels.gpu import _arrived, _message, _selected  # noqa: E402
-from sparcel.regions import phase  # noqa: E402
+from sparcel import _cpu  # noqa: E402
+from sparcel.core import kernels  # noqa: E402
+from sparcel.core.formats import FewBits, Format, format_named  # noqa: E402
+from sparcel.core.kernels import Addition, Phase, Regions, gpu, row_bytes  # noqa: E402
+from sparcel.core.kernels.definitions import packing  # noqa: E402
+from sparcel.core.kernels.gpu import _arrived, _message, _selected  # noqa: E402
+from sparcel.core.regions import phase  # noqa: E402
 from tests.card import launches, moved, on_card  # noqa: E402
 from tests.kernels.paths import KINDS, Case  # noqa: E402
 from tests.strategies import same_bits  # noqa: E402

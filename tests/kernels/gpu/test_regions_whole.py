@@ -13,10 +13,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from sparcel import device, kernels
-from sparcel.formats import HEADER_BYTES, FewBits, Format
-from sparcel.kernels import Addition, Entered, Phase, Regions, gpu
-from sparcel.regions import phase
+from sparcel.core import device, kernels
+from sparcel.core.formats import HEADER_BYTES, FewBits, Format
+from sparcel.core.kernels import Addition, Entered, Phase, Regions, gpu
+from sparcel.core.regions import phase
 from tests.card import launches, moved, on_card, seen
 from tests.kernels import paths
 from tests.regions.made import DTYPES

@@ -11,10 +11,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
-from sparcel import device
-from sparcel.kernels import Addition
-from sparcel.kernels.definitions import select as reference
-from sparcel.selectors import MSTopK
+from sparcel.core import device
+from sparcel.core.kernels import Addition
+from sparcel.core.kernels.definitions import select as reference
+from sparcel.core.selectors import MSTopK
 from tests.card import launches, on_card, seen
 from tests.card import moved as on_gpu
 from tests.kernels.paths import Case, cases, counts
@@ -25,8 +25,8 @@ from tests.strategies import FLOATS, same_bits
 pytest.importorskip("triton")
 import triton.runtime.interpreter as interpreter
 
-from sparcel.kernels.gpu import _base, _mark, _radix
-from sparcel.kernels.gpu import select as gpu
+from sparcel.core.kernels.gpu import _base, _mark, _radix
+from sparcel.core.kernels.gpu import select as gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu

@@ -8,10 +8,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from sparcel import device
+from sparcel.core import device
+from sparcel.core.kernels.definitions import reduce as reference
+from sparcel.core.kernels.gpu import reduce as kernels
 from sparcel.errors import InputError
-from sparcel.kernels.definitions import reduce as reference
-from sparcel.kernels.gpu import reduce as kernels
 from tests.card import moved, on_card, seen
 from tests.kernels.test_merge import Pair, random_streams
 from tests.strategies import DTYPES, same_bits

@@ -25,8 +25,8 @@ with needs("lightning"):
     from lightning.pytorch.strategies import ModelParallelStrategy
 
 if TYPE_CHECKING:
-    from sparcel.schemes import Scheme
-    from sparcel.training import Handle
+    from sparcel.core.schemes import Scheme
+    from sparcel.core.training import Handle
 
 __all__ = ["HybridShardStrategy", "Sparcel"]
 

@@ -15,7 +15,7 @@ from sparcel.errors import CommunicationError
 from sparcel.integrations._engines import Routes
 
 if TYPE_CHECKING:
-    from sparcel.delta import Version
+    from sparcel.products.delta import Version
 
 __all__ = ["Server", "register"]
 

@@ -9,7 +9,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from sparcel.delta import (
+from sparcel.errors import InputError, VersionError, few
+from sparcel.integrations._framework import needs
+from sparcel.products.delta import (
     Change,
     HostSubscriber,
     Seen,
@@ -19,8 +21,6 @@ from sparcel.delta import (
     Version,
     store_at,
 )
-from sparcel.errors import InputError, VersionError, few
-from sparcel.integrations._framework import needs
 
 with needs("vllm"):
     from vllm.distributed.weight_transfer.base import (

@@ -1,0 +1,1 @@
+"""What every step runs: streams, formats, communicators, collectives, schemes, drivers."""

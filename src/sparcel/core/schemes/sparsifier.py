@@ -1,0 +1,219 @@
+"""The base of schemes that send a part and remember the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparcel.core import auto
+from sparcel.core._checks import checked_number
+from sparcel.core.comm import Communicator
+from sparcel.core.formats import Format, format_named
+from sparcel.core.memory import Entering, Memory, emptied
+from sparcel.core.ops import SUM
+from sparcel.core.regions import Regions, Shares, exchange_regions, phase
+from sparcel.core.schemes.base import Scheme
+from sparcel.core.schemes.costs import Outcome, averaged
+from sparcel.core.schemes.density import (
+    checked_density,
+    checked_schedule,
+    count_for,
+    front_loaded,
+)
+from sparcel.core.schemes.step import Plan, Request, Span, Step, magnitude_of
+from sparcel.core.stream import SparseStream
+from sparcel.core.wire import Wire
+
+
+@dataclass(eq=False)
+class Sparsifier(Scheme):
+    """A scheme that sends a part of memory + gradient and remembers the rest.
+
+    Parameters
+    ----------
+    density
+        Share of the coordinates that a rank sends, in (0, 1]; 1 sends the whole vector densely.
+    warmup
+        Densities of the first steps: the first density for ``warmup_steps`` steps, then the second,
+        and so on. 1 means uncompressed steps.
+    warmup_steps
+        How many optimiser steps each of them lasts: ``len(loader)`` for one epoch each. If a step
+        accumulates the gradients of several batches, divide by their number. Backward passes that
+        exchange nothing, as under DDP's ``no_sync()``, are no steps, nor are those with NaN or Inf.
+    momentum
+        Momentum correction, in [0, 1), see `sparcel.core.memory.Memory`. The optimiser must
+        then have none.
+    clip
+        The largest norm of the average: a rank's gradient is clipped at ``clip·√P`` before it
+        enters the memory. With ``momentum``, use it instead of clipping the update: an update holds
+        the gradients of many steps, and what is clipped off it is lost, while the velocity and the
+        memory take it as applied.
+    format
+        How selections and sums travel, by name or as a `Format`: ``"raw"``, ``"packed"``, or one
+        that rounds values, such as ``"packed:4"``. What rounding takes goes to the memory of the
+        rank that rounds. Uncompressed steps are rounded too. ``"auto"`` is the exact format that is
+        predicted to take the least time.
+    """
+
+    density: float = 0.01
+    warmup: Sequence[float] = ()
+    warmup_steps: int | None = None
+    momentum: float = 0.0
+    clip: float | None = None
+    format: str | Format = "raw"
+    _memory: Memory = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.density = checked_density(self.density)
+        self.warmup, self.warmup_steps = checked_schedule(self.warmup, self.warmup_steps)
+        self.momentum = checked_number(self.momentum, "momentum", at_least=0, below=1)
+        if self.clip is not None:
+            self.clip = checked_number(self.clip, "clip", above=0, hint="None clips nothing")
+        if self.format != "auto":
+            self.format = format_named(self.format)
+        self._memory = Memory(self.momentum, self.clip)
+
+    @property
+    def memory(self) -> Tensor | None:
+        """See `Scheme.memory`."""
+        return self._memory.residual
+
+    @property
+    def remembers(self) -> tuple[str, ...]:
+        """See `Scheme.remembers`."""
+        return ("memory", "velocity") if self.momentum else ("memory",)
+
+    @property
+    def holds_back(self) -> bool:
+        """See `Scheme.holds_back`."""
+        return self.density < 1
+
+    def _plan_terms(self, gradient: Tensor, request: Request) -> object:
+        era = None
+        if self.warmup:
+            era = min(self.steps // (self.warmup_steps or 1), len(self.warmup))
+        elif request.front_loaded:  # densities of the first steps change at powers of two
+            era = (self.steps + 1).bit_length()
+        return era, self._memory.dtype(gradient)
+
+    def _planned(self, gradient: Tensor, comm: Communicator, request: Request) -> Plan:
+        size = gradient.numel()
+        spans = tuple(
+            Span(start, stop, density, count_for(density, stop - start))
+            for start, stop, own in request.layers or [(0, size, None)]
+            for density in [self._density_now(own, request)]
+        )
+        k = size if sends_all(spans) else sum([span.k for span in spans])
+        format, up, down = self.format, None, None
+        if not isinstance(format, Format):  # "auto"
+            format = auto.fastest_format(size, k, comm.rates)
+        asked, coordinates = k, request.count(size)
+        facts: dict[str, object] = {}
+        if phases := self._up_and_down(spans, format):
+            regions = Regions.of(size, comm.size)
+            dtype = self._memory.dtype(gradient)
+            up, down = [phase(regions, shares, coded, dtype) for shares, coded in phases]
+            asked = min(sum(up.expected), coordinates)
+            facts = {"memory": dtype, "up": phases[0], "down": phases[1]}
+        elif sends_all(spans):
+            asked = coordinates
+        call = self._call(gradient, comm, request, facts)
+        return Plan(call, request.divisor(comm), coordinates, asked, spans, format, up, down)
+
+    def _up_and_down(
+        self, spans: Sequence[Span], format: Format
+    ) -> tuple[Travelling, Travelling] | None:
+        """Return what travels up and down of a vector's ranges, if a step goes by regions.
+
+        One that sends all does if its format rounds.
+        """
+        if not (sends_all(spans) and format.loses):
+            return None
+        everything = ((spans[-1].stop, 1.0),), format
+        return everything, everything
+
+    def reduce(self, step: Step) -> Outcome:
+        """See `Scheme.reduce`."""
+        exchange = self._by_streams if step.plan.up is None else self._by_regions
+        gradient, apart = step.gradient, step.request.apart
+        if step.out is not gradient:
+            with emptied(gradient, apart):
+                return exchange(step)
+        if apart:
+            torch._foreach_zero_([gradient[start:stop] for start, stop in apart])
+        return exchange(step)
+
+    def _take_effect(self) -> None:
+        super()._take_effect()
+        self._memory.commit()
+
+    def coordinates(self, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
+        """See `Scheme.coordinates`."""
+        return {name: part[start:stop] for name, part in self._memory.coordinates().items()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `Scheme.restore`."""
+        super().restore(state)
+        self._memory.load(state)
+
+    def _check(self, gradient: Tensor) -> None:
+        super()._check(gradient)
+        self._memory.check(gradient)
+
+    def _by_streams(self, step: Step) -> Outcome:
+        """Send all of memory + gradient by the engine's own sum, as training without a scheme."""
+        gradient, comm, request, plan, out = step
+        with request.costs.selecting():
+            everything = self._memory.accumulate(entering(step))
+            leaving = magnitude_of(everything)
+        with request.costs.communicating():
+            total = auto.all_reduce(everything, self._wire(step), SUM, "dense", everything.size)
+            if comm.size == 1:  # the sum is the scratch itself
+                total = SparseStream.unchecked(None, total.values.clone(), total.size, total.finite)
+        self._memory.kept.zero_()
+        average = averaged(total, plan.ranks / request.scale, gradient.dtype, out)
+        sent = plan.coordinates
+        return Outcome(average, average.finite, sent, total.nnz, (leaving,), sent, sent)
+
+    def _by_regions(self, step: Step) -> Outcome:
+        """Send shares of memory + gradient to the owners of regions, who return shares of sums."""
+        _, comm, request, plan, out = step
+        assert plan.up is not None and plan.down is not None, "reduce asked"
+        divisor = plan.ranks / request.scale
+        with self._memory.entered(entering(step)) as addition, request.costs.communicating():
+            returned = exchange_regions(
+                addition, comm, self.steps, plan.up, plan.down, divisor, out
+            )
+        return Outcome(*returned, plan.coordinates, plan.asked)
+
+    def _wire(self, step: Step) -> Wire:
+        """Return what carries the step's streams."""
+        return Wire(step.comm, step.plan.format, self.steps)
+
+    def _density_now(self, own: float | None, request: Request) -> float:
+        """Return the density of a layer in this step; ``own`` is its own, if it has one."""
+        entry = self.steps // (self.warmup_steps or 1)
+        if entry < len(self.warmup):
+            return max(own or 0.0, self.warmup[entry])
+        density = own or self.density
+        in_front = request.front_loaded and not self.warmup
+        return front_loaded(density, self.steps) if in_front else density
+
+
+def entering(step: Step, clear: bool = False) -> Entering:
+    """Return what enters the memory; ``clear`` sets the gradient to zero as it is read."""
+    gradient, _, request, plan, _ = step
+    return Entering(gradient, plan.ranks, request.withheld, clear, request.scale)
+
+
+Travelling = tuple[Shares, Format]
+"""How much of a vector's ranges travels in a phase, and in which format."""
+
+
+def sends_all(spans: Sequence[Span]) -> bool:
+    """Tell whether a step is uncompressed."""
+    return all(span.density == 1 for span in spans)

@@ -1,5 +1,0 @@
-"""The driver for DistributedDataParallel: its buckets in, updates out."""
-
-from sparcel.ddp.driver import DDPDriver
-
-__all__ = ["DDPDriver"]

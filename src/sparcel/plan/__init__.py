@@ -1,7 +1,0 @@
-"""Will it help: what a step of training takes with every method, on a cluster as it is."""
-
-from sparcel.plan.models import MODELS, Model, model_of
-from sparcel.plan.planner import Plan, plan
-from sparcel.plan.steps import PlannedStep, Workload
-
-__all__ = ["MODELS", "Model", "Plan", "PlannedStep", "Workload", "model_of", "plan"]

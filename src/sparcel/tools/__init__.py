@@ -1,0 +1,1 @@
+"""What helps to decide: the command, plans, benchmarks, analysis, emulated networks."""
