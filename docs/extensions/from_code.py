@@ -15,8 +15,6 @@ from typing import Any
 
 import typer
 from docutils import nodes
-from sparcel.schemes.selecting import Selecting
-from sparcel.schemes.sparsifier import Sparsifier
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.pycode import ModuleAnalyzer
@@ -25,6 +23,8 @@ from sphinx.util.logging import getLogger
 from typer.cli import get_docs_for_click
 
 import sparcel
+from sparcel.core.schemes.selecting import Selecting
+from sparcel.core.schemes.sparsifier import Sparsifier
 from sparcel.schemes import DEFAULT, RECOMMENDED, SCHEMES, Hierarchical, Settings
 from sparcel.tools.cli import app as commands
 from sparcel.training import Averager

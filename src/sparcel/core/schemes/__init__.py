@@ -8,6 +8,7 @@ from typing import TypedDict, Unpack
 
 from sparcel.core._checks import check_type
 from sparcel.core.formats import FewBits, Format
+from sparcel.core.memory import Memory
 from sparcel.core.schemes.auto import Auto
 from sparcel.core.schemes.base import Scheme
 from sparcel.core.schemes.bidirectional import Bidirectional
@@ -23,6 +24,7 @@ from sparcel.core.schemes.presets import (
     torus2d,
 )
 from sparcel.core.schemes.scalecom import ScaleCom
+from sparcel.core.schemes.selecting import Selecting
 from sparcel.core.schemes.sparsifier import Sparsifier
 from sparcel.core.schemes.step import Layer, Request, named
 from sparcel.core.schemes.topk import GTopK, OkTopK, TopK
@@ -44,21 +46,28 @@ __all__ = [
     "GTopK",
     "Hierarchical",
     "Layer",
+    "Memory",
     "OkTopK",
     "Outcome",
     "Request",
     "ScaleCom",
     "Scheme",
+    "Selecting",
     "Settings",
     "SparCML",
+    "Sparsifier",
     "TopK",
     "checked_density",
     "chosen_scheme",
+    "dgc",
     "front_loaded",
     "front_loaded_shares",
+    "hitopk",
+    "mstopk",
     "named",
     "scheme",
     "suits_muon",
+    "torus2d",
 ]
 
 
@@ -143,7 +152,7 @@ def scheme(name: str | None = None, **settings: Unpack[Settings]) -> Scheme:
         not differ: every coordinate, and every sum, in 5 bits.
     settings
         The scheme's parameters, some of `Settings`: see `Dense`, `Bidirectional`, `TopK`,
-        `SparCML`, `GTopK`, `OkTopK`, `ScaleCom`, `Auto`, and `sparcel.core.schemes.presets`.
+        `SparCML`, `GTopK`, `OkTopK`, `ScaleCom`, `Auto`, `hitopk`, `torus2d`, `mstopk` and `dgc`.
         `Hierarchical` runs any of them on two levels.
 
     Raises

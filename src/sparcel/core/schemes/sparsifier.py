@@ -45,7 +45,7 @@ class Sparsifier(Scheme):
         accumulates the gradients of several batches, divide by their number. Backward passes that
         exchange nothing, as under DDP's ``no_sync()``, are no steps, nor are those with NaN or Inf.
     momentum
-        Momentum correction, in [0, 1), see `sparcel.core.memory.Memory`. The optimiser must
+        Momentum correction, in [0, 1), see `sparcel.schemes.Memory`. The optimiser must
         then have none.
     clip
         The largest norm of the average: a rank's gradient is clipped at ``clip·√P`` before it
