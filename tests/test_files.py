@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sparcel.stores import Folder
 
 from sparcel.core import _files
 from sparcel.core._files import (
@@ -28,7 +29,6 @@ from sparcel.core._files import (
     replacing,
 )
 from sparcel.errors import FormatError, InputError, SparcelWarning
-from sparcel.stores import Folder
 
 OTHERS = 65534
 """A user and a group of no rights."""
