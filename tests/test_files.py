@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparcel.stores import Folder
 
 from sparcel.core import _files
 from sparcel.core._files import (
@@ -29,6 +28,7 @@ from sparcel.core._files import (
     replacing,
 )
 from sparcel.errors import FormatError, InputError, SparcelWarning
+from sparcel.products.stores import Folder
 
 OTHERS = 65534
 """A user and a group of no rights."""

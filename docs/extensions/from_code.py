@@ -23,11 +23,11 @@ from sphinx.util.logging import getLogger
 from typer.cli import get_docs_for_click
 
 import sparcel
+from sparcel.core.schemes import DEFAULT, RECOMMENDED, SCHEMES, Hierarchical, Settings
 from sparcel.core.schemes.selecting import Selecting
 from sparcel.core.schemes.sparsifier import Sparsifier
-from sparcel.schemes import DEFAULT, RECOMMENDED, SCHEMES, Hierarchical, Settings
+from sparcel.core.training import Averager
 from sparcel.tools.cli import app as commands
-from sparcel.training import Averager
 
 Row = tuple[str, str, str]
 
