@@ -559,7 +559,7 @@ def watched(
             if signal.getsignal(signal.SIGINT) != before:
                 os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr("sparcel.delta.read_index", look)
+    monkeypatch.setattr("sparcel.products.delta.read_index", look)
     before = signal.getsignal(signal.SIGINT)
     thread = threading.Thread(target=run)
     thread.start()
