@@ -1,4 +1,4 @@
-"""The tables of docs/how-to/data.md, from the records of `cache.py` and `parts.py`.
+"""The figures of docs/how-to/data.md, from the records of `cache.py` and `parts.py`.
 
 python -m benchmarks.data.report
 """
@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import mean
 
-from benchmarks.pages.tables import apart, over_seeds, table
+from benchmarks.pages.tables import table
 from benchmarks.record import RESULTS, Row, rows_of
 
-PARTS_COLUMNS = ("task", "parts", "seeds", "accuracy", "over full")
 LOADER = "2 forked, persistent"
 """Of the rows that the page has."""
 
@@ -27,34 +26,25 @@ def cache_table(rows: list[Row]) -> Iterator[str]:
     yield from table(columns, ((*place, *own) for place, own in cells.items()))
 
 
-def parts_table(rows: list[Row]) -> Iterator[str]:
-    """Yield the table of accuracies beside those of the whole set with the same seed."""
-    found: dict[tuple[str, str], dict[int, float]] = {}
-    for row in sorted(rows, key=lambda row: row["seed"]):
-        found.setdefault((row["task"], row["parts"]), {})[row["seed"]] = 100 * row["accuracy"]
-
-    def beside(task: str, parts: str, own: dict[int, float]) -> str:
-        if parts == "full":
-            return apart([*own.values()], 2)
-        full = found[task, "full"]
-        return over_seeds([points - full[seed] for seed, points in own.items()], 2)
-
-    yield from table(
-        PARTS_COLUMNS,
-        (
-            (task, parts, f"{len(own)}", f"{mean(own.values()):.1f}%", beside(task, parts, own))
-            for (task, parts), own in found.items()
-        ),
+def parts_sentence(rows: list[Row]) -> str:
+    """Return the accuracies of trainings that read parts, beside those of the whole set."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        found.setdefault(row["parts"], []).append(100 * row["accuracy"])
+    full, kept, every_4, every = (
+        f"{mean(found[one]):.1f} %"
+        for one in ("full", "kept", "exchanged every 4 epochs", "exchanged every epoch")
+    )
+    return (
+        f"{full} with the full set, {kept} with kept parts, {every_4} with parts that are exchanged"
+        f" every 4 epochs, and {every} with those exchanged in every epoch"
     )
 
 
-def all_tables() -> Iterator[str]:
-    cache, parts = (rows_of(RESULTS / f"data_{name}.json") for name in ("cache", "parts"))
-    for made, rows in ((cache_table, cache), (parts_table, parts)):
-        if rows:
-            yield from made(rows)
-            yield ""
+def all_lines() -> Iterator[str]:
+    yield from cache_table(rows_of(RESULTS / "data_cache.json"))
+    yield parts_sentence(rows_of(RESULTS / "data_parts.json"))
 
 
 if __name__ == "__main__":
-    print("\n".join(all_tables()))
+    print("\n".join(all_lines()))

@@ -26,8 +26,6 @@ from sparcel.tools.plan.recorded import OWN, RECORDED
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parents[1] / "results"
-PROSE = ("| stage |", "| what | then |")
-"""How the tables of docs/how-to/data.md begin that have no numbers."""
 
 DRAWING = (
     *("deltas.report", "linear.report"),
@@ -137,13 +135,10 @@ def commlib() -> Faults:
 
 def data() -> Faults:
     report: Any = importlib.import_module("benchmarks.data.report")
-    made, shown = (
-        re.findall(r"(?:^\|.*\n?)+", f"{text}\n", re.MULTILINE)
-        for text in ("\n".join(report.all_tables()), text_of("docs/how-to/data.md"))
-    )
-    yield from different(
-        "docs/how-to/data.md", [one for one in shown if not one.startswith(PROSE)], made
-    )
+    page = "docs/how-to/data.md"
+    *table, sentence = report.all_lines()
+    yield from absent(page, table, at_least=6)
+    yield from without(page, sentence)
 
 
 def demo() -> Faults:

@@ -51,11 +51,6 @@ def over_seeds(values: Sequence[float], digits: int) -> str:
     return f"{mean(values):+.{digits}f} ± {half:.{digits}f}"
 
 
-def apart(values: Sequence[float], digits: int) -> str:
-    """Return how far the values of all seeds lie apart."""
-    return f"(seeds: {max(values) - min(values):.{digits}f} apart)"
-
-
 def style() -> None:
     """Set what all figures have in common, which are to be read at 720 pixels and less."""
     from cycler import cycler
