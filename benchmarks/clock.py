@@ -1,9 +1,10 @@
-"""A clock that all ranks share: what they do at once, from a barrier on."""
+"""What calls take: a clock that all ranks share, from a barrier on, and memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any, NamedTuple
 
@@ -62,3 +63,16 @@ class Clock:
 def _crossed() -> int:
     """Return the bytes that this node's link has sent or received so far: the larger."""
     return max(link_bytes() or (0, 0))
+
+
+def process_bytes(name: str) -> int:
+    """Return what the kernel says of this process's memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (found,) = (line.split()[1] for line in lines if line.startswith(f"{name}:"))
+    return 1024 * int(found)
+
+
+def resident() -> int:
+    """Return the bytes that are resident, which the peak, ``VmHWM``, begins from."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return process_bytes("VmRSS")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.rules import rule_of
+from benchmarks.record import rule_of
 
 
 def test_how_streams_are_summed_is_no_part_of_a_rule():

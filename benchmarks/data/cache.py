@@ -14,7 +14,6 @@ of a large answer. Nothing waits but for the network. Rows that the output has a
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import io
 import os
@@ -37,7 +36,8 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.record import Row, left_of, origin_of, write
+from benchmarks.pages.tables import table
+from benchmarks.record import NEEDED, Row, add, left_of, machine, options
 from benchmarks.training.models import residual_network
 from sparcel.products.data import Cached, PartSampler
 
@@ -252,6 +252,21 @@ def link(host: str) -> Row:
     return {"request_ms": round(median(times) * 1e3, 3), "mbit_s": round(rate / 1e6, 1)}
 
 
+SHOWN = "2 forked, persistent"
+"""The loader of which the page has rows."""
+
+
+def cache_table(rows: list[Row]) -> Iterator[str]:
+    """Yield the table of epochs that read or train, without a cache and with a full one."""
+    cells: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row["loader"] == SHOWN:
+            times = f"{min(row['plain_s']):.2f}", f"{min(row['cached_s'][1:]):.2f}"
+            cells.setdefault((row["network"], row["set"]), []).extend(times)
+    columns = ("network", "set", "reading", "cached", "training", "cached")
+    yield from table(columns, ((*place, *own) for place, own in cells.items()))
+
+
 def jobs(network: str) -> Iterator[Row]:
     """Yield what is measured on a network."""
     for name in COUNTS:
@@ -271,11 +286,7 @@ def jobs(network: str) -> Iterator[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("data", type=Path, help="folder with CIFAR-10's JPEGs")
-    parser.add_argument("--network", required=True, help="what the lab was told, to record it")
-    parser.add_argument("--output", type=Path, required=True)
-    arguments = parser.parse_args()
+    arguments = options(__doc__, "data", network={"required": True}, output=NEEDED)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, last = dist.get_rank(), dist.get_world_size() - 1
@@ -284,7 +295,7 @@ def main() -> None:
     hosts: list[Any] = [host]
     dist.broadcast_object_list(hosts, last)
     rows, left = left_of(arguments.output, jobs(arguments.network))
-    origin = origin_of(arguments.data)
+    origin = machine(DATA=arguments.data)
     dist.barrier()  # all have read what rank 0 will write
     if rank == last:
         with store({name: images_of(arguments.data, name) for name in COUNTS}):
@@ -296,10 +307,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             for job in left:
                 row = measured(hosts[0], Path(folder) / "samples", readers, job)
-                rows.append({**row, **given, "commit": origin["commit"], "date": origin["date"]})
                 if rank == 0:
                     print(row, flush=True)
-                    write(arguments.output, origin, rows)
+                    add(arguments.output, origin, rows, {**row, **given})
         dist.barrier()
     dist.destroy_process_group()
 

@@ -11,14 +11,14 @@ the same. With ``batchnorm`` each rank's samples are normalised by themselves.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.record import Row, parser_for, run_all
+from benchmarks.record import Row, among, grid, run_all, runs_told
 from benchmarks.training.task_training import evaluate
 from benchmarks.training.tasks import TASKS, loss_of
 from sparcel import simulate
@@ -74,23 +74,31 @@ def train(data: Path, task: str, parts: str, seed: int, steps: int) -> Row:
         shares = batch.split(each) if task == "batchnorm" else [batch]
         for share in shares:
             (loss_of(model, x[share], y[share]) / len(shares)).backward()
-        for group in optimizer.param_groups:
-            group["lr"] = settings.lr_at(step)
-        optimizer.step()
+        settings.update(model, [optimizer], step)
     return evaluate(model, split)
 
 
+def parts_sentence(rows: list[Row]) -> str:
+    """Return the accuracies of trainings that read parts, beside those of the whole set."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        found.setdefault(row["parts"], []).append(100 * row["accuracy"])
+    full, kept, every_4, every = (
+        f"{mean(found[one]):.1f} %"
+        for one in ("full", "kept", "exchanged every 4 epochs", "exchanged every epoch")
+    )
+    return (
+        f"{full} with the full set, {kept} with kept parts, {every_4} with parts that are exchanged"
+        f" every 4 epochs, and {every} with those exchanged in every epoch"
+    )
+
+
 def main() -> None:
-    parser = parser_for(__doc__, "data_parts")
-    parser.add_argument("--tasks", nargs="+", default=["images", "batchnorm"])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=2000)
-    told = parser.parse_args()
-    jobs = [
-        {"task": task, "parts": parts, "seed": seed, "steps": told.steps}
-        for seed, task, parts in product(range(told.seeds), told.tasks, PARTS)
-    ]
-    run_all(told, train, jobs)
+    told = runs_told(
+        __doc__, "data_parts", tasks=among(TASKS, ["images", "batchnorm"]), seeds=3, steps=2000
+    )
+    seeds = range(told.seeds)
+    run_all(told, train, grid(seed=seeds, task=told.tasks, parts=PARTS, steps=[told.steps]))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ alone, one after the other. Everything runs in one thread but reading ahead.
 
 from __future__ import annotations
 
-import argparse
-import shlex
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -22,8 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.deltas.pairs import pairs
-from benchmarks.machine import itself, machine
-from benchmarks.record import RESULTS, Row, show, write
+from benchmarks.record import RESULTS, Row, machine, options, show, write
 from sparcel.products import delta
 from sparcel.products.delta.index import INDEX
 from sparcel.products.stores import read_at_most
@@ -71,14 +68,9 @@ def behind(store: delta.Store, to: int) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("places", nargs="+")
-    parser.add_argument("--output", type=Path, default=RESULTS / "deltas_behind.json")
-    given = parser.parse_args()
+    given = options(__doc__, "folder", "places", output=RESULTS / "deltas_behind.json")
     torch.set_num_threads(1)
-    origin = machine()
-    origin["command"] = shlex.join(["python", *itself(), "FOLDER", "PLACE", "..."])
+    origin = machine(FOLDER=given.folder)
     files = pairs(given.folder, [LR], VERSIONS)[LR]
     rows = [
         behind(published(place, files), to)

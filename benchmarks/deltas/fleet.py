@@ -24,7 +24,6 @@ takes to carry a message once, which no broadcast can beat; Gloo's tree takes se
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -35,14 +34,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from benchmarks.deltas.pairs import pairs
 from benchmarks.deltas.transports import DELTA, DENSE, TRANSPORTS, Model, Transport, models
-from benchmarks.machine import machine
-from benchmarks.record import Row, network, write
+from benchmarks.record import Row, machine, network, options, show, write
 from sparcel.products import delta
 from sparcel.tools.lab import link_bytes
 
@@ -163,27 +159,8 @@ def _applied(target: Model, chunks: Sequence[bytes]) -> tuple[float, float]:
     return took
 
 
-def tables(rows: Sequence[Row]) -> Iterator[Table]:
-    """Yield a table of the transports, and one of applying alone."""
-    *transports, passes = rows
-    for group in (transports, [passes]):
-        names = [name for name in group[0] if not name.startswith("all_")]
-        shown = Table(*names)
-        for row in group:
-            shown.add_row(str(row["transport"]), *(_text(row[name]) for name in names[1:]))
-        yield shown
-
-
-def _text(figure: float) -> str:
-    return f"{figure:,.0f}" if figure >= 1000 else f"{figure:.3g}"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="as for deltas.py")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path)
-    given = parser.parse_args()
+    given = options(__doc__, "folder", rounds=3, output=Path)
     torch.set_num_threads(1)  # the ranks share the cores
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
@@ -193,10 +170,10 @@ def main() -> None:
     rows = list(steps(models(files), given.folder, given.rounds))
     if dist.get_rank() == 0:
         if given.output is not None:
-            head = {**machine(), "network": network()}
-            head["command"] = head["command"].replace(str(given.folder), "FOLDER")
-            write(given.output, {**head, "lr": LR}, rows)
-        Console(highlight=False, width=200).print(*tables(rows))
+            head = {**machine(FOLDER=given.folder), "network": network(), "lr": LR}
+            write(given.output, head, rows)
+        show(rows[:-1], 200)
+        show(rows[-1:], 200)
     dist.destroy_process_group()
 
 

@@ -13,8 +13,6 @@ All is done several times, as the time of a whole load varies with the memory at
 
 from __future__ import annotations
 
-import argparse
-import shlex
 import shutil
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -27,10 +25,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from benchmarks.deltas.memory import tiled
-from benchmarks.deltas.pairs import pairs
-from benchmarks.machine import itself, machine
-from benchmarks.record import RESULTS, Row, show, write
+from benchmarks.deltas.pairs import pairs, tiled
+from benchmarks.record import RESULTS, Row, machine, options, show, write
 from sparcel.products import delta
 
 LR = 1e-6
@@ -113,13 +109,8 @@ def measured(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("place", type=Path)
-    parser.add_argument("--output", type=Path, default=RESULTS / "deltas_host.json")
-    given = parser.parse_args()
-    origin = machine()
-    origin["command"] = shlex.join(["python", *itself(), "FOLDER", "PLACE"])
+    given = options(__doc__, "folder", "place", output=RESULTS / "deltas_host.json")
+    origin = machine(FOLDER=given.folder, PLACE=given.place)
     versions = [tiled(file, ELEMENTS) for file in pairs(given.folder, [LR], VERSIONS)[LR]]
     rows = []
     ways = ("a subscriber each", None), ("one mirror", given.place / "mirror")

@@ -12,8 +12,6 @@ the weights.
 
 from __future__ import annotations
 
-import argparse
-import shlex
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -24,9 +22,8 @@ from time import perf_counter, process_time
 import torch
 from torch import Tensor
 
-from benchmarks.deltas.memory import process_bytes
-from benchmarks.machine import itself, machine
-from benchmarks.record import RESULTS, Row, show, write
+from benchmarks.clock import process_bytes
+from benchmarks.record import RESULTS, Row, machine, options, show, write
 from sparcel.products import delta
 
 LAYERS, WIDTH, INNER, WORDS = 32, 4096, 11008, 32000
@@ -103,12 +100,8 @@ def serving(folder: Path) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--output", type=Path, default=RESULTS / "deltas_large.json")
-    given = parser.parse_args()
-    origin = machine()
-    origin["command"] = shlex.join(["python", *itself(), "FOLDER"])
+    given = options(__doc__, "folder", output=RESULTS / "deltas_large.json")
+    origin = machine(FOLDER=given.folder)
     rows = []
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
         for side in (publishing, serving):

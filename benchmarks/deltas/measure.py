@@ -18,39 +18,35 @@ the old weight. They come from counts of the very pair, which a decoder does not
 with many conditions flatter: no code has to pay for the counts here.
 
 ``peak_bytes`` are the largest resident set of a process less what was resident before, the weights
-included: see `memory.py`. There, ``cpu_g`` is measured once, with many weights: small models pay
+included: see `remembered`. There, ``cpu_g`` is measured once, with many weights: small models pay
 for each tensor.
 """
 
 from __future__ import annotations
 
-import argparse
-import shlex
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, median
 from time import perf_counter, process_time
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.deltas.memory import remembered
-from benchmarks.deltas.pairs import LEARNING_RATES, distances, pairs
+from benchmarks.clock import process_bytes, resident
+from benchmarks.deltas.pairs import LEARNING_RATES, distances, pairs, tiled
 from benchmarks.deltas.ways import WAYS, Way, Weights, bits_of, found, same
-from benchmarks.machine import itself, machine
-from benchmarks.record import RESULTS, Row, write
+from benchmarks.record import RESULTS, Row, machine, options, show, write
 
 VERSIONS = 4
 LARGE = 500_000_000
 MEMORY_LR = 1e-6
-STAGES = ("compare", "encode", "apply")
 
 Pair = tuple[Weights, Weights]
 Took = tuple[float, float]
@@ -174,54 +170,84 @@ def _speed(stage: str, elements: int, took: Sequence[Took]) -> Row:
     }
 
 
-def tables(rows: Iterable[Row]) -> Iterator[Table]:
-    """Yield a table of each learning rate, and of memory."""
-    every = list(rows)
-    for told in (row for row in every if row["what"] == "weights"):
-        places, steps = (
-            told[f"{what}_entropy_by_tensor_and_exponent"] for what in ("places", "steps")
-        )
-        title = (
-            f"lr {told['lr']:g}: {told['changed']:.3%} change, {told['by_one']:.1%} of these by 1"
-            f" ULP; entropy {places:.2f} + {steps:.2f} bits"
-        )
-        shown = Table("way", "bits", *STAGES, title=title)
-        for row in every:
-            if row["lr"] == told["lr"] and row["what"] in ("way", "compare"):
-                bits = f"{row['bits']:.2f}" if "bits" in row else ""
-                shown.add_row(row["way"], bits, *(_text(row, stage) for stage in STAGES))
-        yield shown
-    shown = Table("way", *STAGES[1:], title="with many weights: MiB beside these, (speed)")
-    for row in every:
-        if row["what"] == "memory":
-            shown.add_row(
-                row["way"],
-                *(
-                    f"{row[f'{stage}_peak_bytes'] / (1 << 20):.0f} ({row[f'{stage}_cpu_g']:.2f})"
-                    for stage in STAGES[1:]
-                ),
-            )
-    yield shown
+LENGTH = 8
+"""Bytes that tell the length of a buffer in a file."""
 
 
-def _text(row: Row, stage: str) -> str:
-    if f"{stage}_g" not in row:
-        return ""
-    return f"{row[f'{stage}_g']:.2f} ({row[f'{stage}_cpu_g']:.2f})"
+def remembered(before: Path, after: Path, elements: int) -> Iterator[Row]:
+    """Yield what each way takes at most, for a pair of weights repeated till it is large.
+
+    Each measurement has a process of its own, whose resident set has nothing but modules, weights
+    and what is measured. Buffers are written to a file as they come, and read as they are asked
+    for.
+    """
+    with (
+        ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        for place in range(len(WAYS)):
+            file = Path(folder) / str(place)
+            encoded = pool.submit(_encoding, place, before, after, elements, file).result()
+            applied = pool.submit(_applying, place, before, elements, file).result()
+            yield {
+                "what": "memory",
+                "way": WAYS[place].label,
+                **encoded,
+                "message_bytes": file.stat().st_size,
+                **applied,
+            }
+            file.unlink()
+
+
+def _encoding(place: int, before: Path, after: Path, elements: int, file: Path) -> Row:
+    torch.set_num_threads(1)
+    old, now = tiled(before, elements), tiled(after, elements)
+    before_bytes, busy = resident(), 0.0
+    with file.open("wb") as out:
+        start = process_time()
+        for buffer in WAYS[place].encode(now, old):
+            busy += process_time() - start
+            out.write(len(buffer).to_bytes(LENGTH, "little"))
+            out.write(buffer)
+            start = process_time()
+    elements = sum(tensor.numel() for tensor in old.values())
+    return {
+        "elements": elements,
+        "model_bytes": sum(tensor.nbytes for tensor in old.values()),
+        "encode_peak_bytes": process_bytes("VmHWM") - before_bytes,
+        "encode_cpu_g": elements / busy / 1e9,
+    }
+
+
+def _applying(place: int, before: Path, elements: int, file: Path) -> Row:
+    torch.set_num_threads(1)
+    target = tiled(before, elements)
+    before_bytes, start = resident(), process_time()
+    WAYS[place].apply(target, _buffers(file))
+    busy = process_time() - start
+    return {
+        "apply_peak_bytes": process_bytes("VmHWM") - before_bytes,
+        "apply_cpu_g": sum(tensor.numel() for tensor in target.values()) / busy / 1e9,
+    }
+
+
+def _buffers(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as there:
+        while length := there.read(LENGTH):
+            yield there.read(int.from_bytes(length, "little"))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--lr", type=float, nargs="+", default=LEARNING_RATES)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--elements", type=int, default=LARGE, help="for peaks; 0 for none")
-    parser.add_argument("--output", type=Path, default=RESULTS / "deltas.json")
-    given = parser.parse_args()
+    given = options(
+        __doc__,
+        "folder",
+        lr=LEARNING_RATES,
+        repeats=15,
+        elements=LARGE,
+        output=RESULTS / "deltas.json",
+    )
     torch.set_num_threads(1)
-    origin = machine()
-    command = ["python", *itself(), "FOLDER", *sys.argv[2:]]
-    origin["command"] = shlex.join(command)
+    origin = machine(FOLDER=given.folder)
     files, rows = pairs(given.folder, given.lr, VERSIONS), list[Row]()
     for lr, versions in files.items():
         rows += compared(lr, [load_file(file) for file in versions], given.repeats)
@@ -232,7 +258,8 @@ def main() -> None:
             {**row, "lr": lr} for row in remembered(files[lr][0], files[lr][1], given.elements)
         )
         write(given.output, origin, rows)
-    Console(highlight=False, width=120).print(*tables(rows))
+    for _, group in groupby(rows, key=lambda row: str(row["what"])):
+        show(group)
 
 
 if __name__ == "__main__":

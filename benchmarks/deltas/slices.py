@@ -12,8 +12,6 @@ tensors, some of them, which are about an eighth of the elements, or an eighth o
 
 from __future__ import annotations
 
-import argparse
-import shlex
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,10 +21,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.deltas.memory import process_bytes, resident, tiled
-from benchmarks.deltas.pairs import pairs
-from benchmarks.machine import itself, machine
-from benchmarks.record import RESULTS, Row, show, write
+from benchmarks.clock import process_bytes, resident
+from benchmarks.deltas.pairs import pairs, tiled
+from benchmarks.record import RESULTS, Row, machine, options, show, write
 from sparcel.products import delta
 
 LR = 1e-6
@@ -79,13 +76,8 @@ def read(store: Path, only: dict[str, Any] | None) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("place", type=Path)
-    parser.add_argument("--output", type=Path, default=RESULTS / "deltas_slices.json")
-    given = parser.parse_args()
-    origin = machine()
-    origin["command"] = shlex.join(["python", *itself(), "FOLDER", "PLACE"])
+    given = options(__doc__, "folder", "place", output=RESULTS / "deltas_slices.json")
+    origin = machine(FOLDER=given.folder, PLACE=given.place)
     files = pairs(given.folder, [LR], VERSIONS)[LR]
     rows = []
     for name, settings in PUBLISHERS.items():

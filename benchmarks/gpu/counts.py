@@ -11,14 +11,11 @@ rows of the code before the passes.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,8 +25,8 @@ if not torch.cuda.is_available():  # before Triton is imported
 from torch import Tensor
 
 import sparcel
-from benchmarks import machine, record
 from benchmarks.gpu.tables import BEFORE
+from benchmarks.record import RESULTS, Row, machine, options, rows_of, show, write
 from sparcel.core.comm import Communicator
 from sparcel.core.schemes import SPARSER, Scheme
 from sparcel.core.training import Averager
@@ -51,9 +48,7 @@ SCHEMES: dict[str, Callable[[], Scheme]] = {
     "topk 1 %": partial(sparcel.scheme, "topk", density=0.01),
 }
 CARRIERS = ("host", "nccl")
-RECORD = record.RESULTS / "gpu_counts.json"
-
-Row = dict[str, Any]
+RECORD = RESULTS / "gpu_counts.json"
 
 
 def row(comm: Communicator, width: int, method: str, carrier: str) -> Row:
@@ -137,14 +132,12 @@ def everywhere(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path, default=RECORD, help="where to write the record")
-    path, origin = parser.parse_args().json, machine.machine()
+    path, origin = options(__doc__, json=RECORD).json, machine()
     about = {key: origin[key] for key in ("commit", "date")} | {"ranks": RANKS, "width": WIDTH}
     found = [about | one for one in everywhere(RANKS, WIDTH, SCHEMES, CARRIERS)]
-    before = [one for one in record.rows_of(RECORD) if one["commit"] == BEFORE]
-    record.write(path, origin, before + found)
-    record.show({key: one[key] for key in ("method", "carrier")} | one["step"] for one in found)
+    before = [one for one in rows_of(RECORD) if one["commit"] == BEFORE]
+    write(path, origin, before + found)
+    show({key: one[key] for key in ("method", "carrier")} | one["step"] for one in found)
 
 
 if __name__ == "__main__":

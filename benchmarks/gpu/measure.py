@@ -12,7 +12,6 @@ record only to ``--json``.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -34,11 +33,10 @@ import triton
 from benchmarks.gpu import passes
 from benchmarks.gpu.passes import Row, WrongResultError
 from benchmarks.gpu.rank import Job, methods
-from benchmarks.machine import machine
+from benchmarks.record import RESULTS, machine, options
 from sparcel.tools.lab import Loopback, WorkerFailedError, Workers
 
 ON_CARD = torch.cuda.is_available()
-RESULTS = Path(__file__).parents[1] / "results"
 MOST_SECONDS = 285.0
 """After so many, no measurement begins, and the ranks are ended."""
 ENVIRONMENT = {
@@ -221,9 +219,7 @@ def origin() -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path, help="where to write the record")
-    path, record = parser.parse_args().json, origin()
+    path, record = options(__doc__, json=Path).json, origin()
     if not ON_CARD:
         from tests.card import on_card
 

@@ -26,8 +26,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
-from benchmarks.gpu.clock import work_of
-from benchmarks.gpu.passes import Row, expect
+from benchmarks.gpu.passes import Row, expect, work_of
 from sparcel.core import device
 from sparcel.core.schemes import SPARSER
 

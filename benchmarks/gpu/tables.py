@@ -7,15 +7,14 @@ prints them.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from benchmarks.pages.tables import table
+from benchmarks.record import options, recorded
 from sparcel.core.comm import ring_bytes
 from sparcel.core.cost import Problem, count
 from sparcel.core.cost.formulas import by_regions
@@ -23,7 +22,6 @@ from sparcel.core.formats import format_named
 from sparcel.core.kernels import Regions
 from sparcel.core.regions import phase
 
-RESULTS = Path(__file__).parents[1] / "results"
 BEFORE = "958b5150"
 """The commit of which `counts` keeps the rows: the last one before the three passes."""
 CARD = "gpu_nvidia_h100_80gb_hbm3"
@@ -52,25 +50,18 @@ PASSES_MS = {"default": 0.122, "10 %": 0.340}
 """Of 25 million coordinates on an H200, by prototypes that are not sparcel's code, 2026-11-27; all
 in 4 bits."""
 
-Row = dict[str, Any]
-
-
-def recorded(name: str) -> Row:
-    record: Row = json.loads((RESULTS / f"{name}.json").read_text())
-    return record
-
 
 def measured() -> Iterator[str]:
     """Yield the table of steps on a card that processes share."""
     steps = recorded(CARD)["steps"]
-    yield "| | 1 process | 2 | 4 | MB sent | plus, at 1 Gbit/s |"
-    yield "|---|---|---|---|---|---|"
+    cells = []
     for method, name in METHODS.items():
         rows = [row for row in steps if row["method"] == method]
         times = (f"{row['step_ms']:.0f}" for row in rows)
         sent = rows[-1]["sent_bytes"] / 1e6
-        cells = [name, *times, f"{sent:.{0 if sent > 10 else 1}f}", f"{8 * sent:.0f} ms"]
-        yield f"| {' | '.join(cells)} |"
+        digits = 0 if sent > 10 else 1
+        cells.append([name, *times, f"{sent:.{digits}f}", f"{8 * sent:.0f} ms"])
+    return table(("", "1 process", "2", "4", "MB sent", "plus, at 1 Gbit/s"), cells)
 
 
 def launches() -> str:
@@ -125,11 +116,14 @@ def bytes_by_regions(shares: tuple[float, float], format: str) -> float:
 
 def computed() -> Iterator[str]:
     """Yield the table of what an exchange takes at least."""
-    yield f"| | MB sent | passes | {' | '.join(f'{gbits} Gbit/s' for gbits in GBITS)} |"
-    yield "|---" * (3 + len(GBITS)) + "|"
-    for one in choices():
-        times = " | ".join(f"{one.ms(gbits):.3g}" for gbits in GBITS)
-        yield f"| {one.name} | {one.nbytes / 1e6:.1f} | {one.passes_ms:.2f} | {times} |"
+    cells = (
+        (
+            *(one.name, f"{one.nbytes / 1e6:.1f}", f"{one.passes_ms:.2f}"),
+            *(f"{one.ms(gbits):.3g}" for gbits in GBITS),
+        )
+        for one in choices()
+    )
+    return table(("", "MB sent", "passes", *(f"{gbits} Gbit/s" for gbits in GBITS)), cells)
 
 
 def room() -> dict[str, float]:
@@ -146,12 +140,12 @@ def room() -> dict[str, float]:
 
 def all_tables() -> Iterator[str]:
     """Yield the lines of all tables."""
-    for table in (measured, computed):
-        yield from table()
+    for lines in (measured, computed):
+        yield from lines()
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
+    options(__doc__)
     print("\n".join(all_tables()))
 
 

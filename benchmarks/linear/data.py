@@ -1,15 +1,21 @@
-"""The data of the linear models' benchmarks: text files, and caches of their rows."""
+"""What the linear models' benchmarks share: text files, caches of their rows, and clocks."""
 
 from __future__ import annotations
 
 import json
 import lzma
-from collections.abc import Iterator
+import os
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import scipy.sparse as sp
 
+from benchmarks.record import Row
+from sparcel.core.comm import Communicator
+from sparcel.products.linear.trainer import Examples
 from sparcel.products.rows import HashedNGrams, Rows, Text, load, make_cache, save
 
 
@@ -37,6 +43,9 @@ class Set:
         """Return the cache of a part's rows; ``train-compact`` numbers the columns that occur."""
         return folder / f"{self.name}-{part}.rows"
 
+
+WORK = Path("build/linear")
+"""Where files and caches are by default."""
 
 SETS = {
     one.name: one
@@ -67,6 +76,46 @@ def rows_of(one: Set, folder: Path, part: str) -> Rows:
     rows = load(one.cache(folder, part))
     assert rows is not None
     return rows
+
+
+def urls(data: Path, folder: Path) -> tuple[Rows, Rows]:
+    """Return the URLs to train on and to test on; their files and caches are made if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    make(data, folder, "urls")
+    return rows_of(SETS["urls"], folder, "train"), rows_of(SETS["urls"], folder, "test")
+
+
+def place_of(comm: Communicator | None) -> tuple[int, int]:
+    """Return the rank, and the number of ranks."""
+    return (0, 1) if comm is None else (comm.rank, comm.size)
+
+
+def examples(rows: Rows, positive: str = "1") -> Examples:
+    """Return rows with targets, of which those of one label are 1 and the others -1."""
+    return Examples(rows, np.where(rows.labels == positive, 1, -1).astype(np.float32))
+
+
+def matrix(rows: Rows) -> sp.csr_matrix:
+    """Return rows as scipy has them."""
+    return sp.csr_matrix((rows.values, rows.columns, rows.offsets), (len(rows), rows.dimensions))
+
+
+def texts(rows: Rows, first: int, digits: int = 6) -> Iterator[tuple[str, str]]:
+    """Yield each row's label and its entries as text; columns are counted from ``first``."""
+    assert rows.labels is not None
+    for i, label in enumerate(rows.labels):
+        cut = slice(rows.offsets[i], rows.offsets[i + 1])
+        pairs = zip((rows.columns[cut] + first).tolist(), rows.values[cut].tolist(), strict=True)
+        yield label, " ".join(f"{column}:{value:.{digits}g}" for column, value in pairs)
+
+
+def timed(call: Callable[[], object]) -> Row:
+    """Return what a call takes, and how many processes wanted to run."""
+    start, cpu = time.perf_counter(), time.process_time()
+    kept = call()
+    row = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
+    del kept
+    return row | {"load": os.getloadavg()[0]}
 
 
 def _urls(data: Path) -> Iterator[tuple[str, list[tuple[str, str]]]]:

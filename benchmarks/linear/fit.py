@@ -12,11 +12,8 @@ many processes wanted to run.
 
 from __future__ import annotations
 
-import argparse
-import os
-import time
 import warnings
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,10 +21,9 @@ import torch
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import SGDClassifier
 
-from benchmarks.linear.data import SETS, make, rows_of
-from benchmarks.linear.single import EPOCHS, matrix
-from benchmarks.machine import machine
-from benchmarks.record import Row, write
+from benchmarks.linear.data import WORK, matrix, timed, urls
+from benchmarks.linear.single import EPOCHS
+from benchmarks.record import NEEDED, Row, machine, options, write
 from sparcel.products.linear import SparseLogisticRegression
 
 L2 = 1e-6
@@ -45,34 +41,23 @@ CONTENDERS: dict[str, Any] = {
 
 def main() -> None:
     """Fit all contenders in turns, and record each fit."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("data", type=Path)
-    parser.add_argument("--work", type=Path, default=Path("build/linear"), help="for caches")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, required=True)
-    arguments = parser.parse_args()
-    arguments.work.mkdir(parents=True, exist_ok=True)
-    make(arguments.data, arguments.work, "urls")
-    train, test = (rows_of(SETS["urls"], arguments.work, part) for part in ("train", "test"))
+    arguments = options(__doc__, "data", work=WORK, rounds=5, output=NEEDED)
+    train, test = urls(arguments.data, arguments.work)
     features, held_out = (matrix(rows).copy() for rows in (train, test))
     labels, truth = (rows.labels == "1" for rows in (train, test))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", ConvergenceWarning)
     rows: list[Row] = []
-    origin = machine()
-    origin["command"] = origin["command"].replace(str(arguments.data), "DATA")
+    origin = machine(DATA=arguments.data)
     for turn in range(arguments.rounds):
         for name, model in CONTENDERS.items():
-            start, cpu = time.perf_counter(), time.process_time()
-            model.fit(features, labels)
+            took = timed(partial(model.fit, features, labels))
             row = {
                 "contender": name,
                 "round": turn,
                 "epochs": EPOCHS,
                 "entries": train.nnz,
-                "seconds": time.perf_counter() - start,
-                "cpu_seconds": time.process_time() - cpu,
-                "load": os.getloadavg()[0],
+                **took,
                 "accuracy": float(np.mean(model.predict(held_out) == truth)),
             }
             rows.append(row)

@@ -11,7 +11,6 @@ its label), three vectors of the model's size, and one more each for AdaGrad and
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 import subprocess
@@ -22,9 +21,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.linear.data import SETS, rows_of
-from benchmarks.machine import itself, machine
-from benchmarks.record import Row, write
+from benchmarks.linear.data import SETS, WORK, place_of, rows_of
+from benchmarks.record import RESULTS, Row, add, among, itself, machine, options, show
 from benchmarks.record import rows_of as recorded
 from sparcel.products.linear import SparseLogisticRegression
 from sparcel.products.rows import HashedNGrams, shard
@@ -172,7 +170,7 @@ def estimate(name: str, work: Path, few: bool) -> None:
     from sparcel.core.comm import world
 
     comm, rows = world(), rows_of(SETS[name], work, "train")
-    rows = shard(rows, *(0, 1) if comm is None else (comm.rank, comm.size))
+    rows = shard(rows, *place_of(comm))
     if few:
         rows = HashedNGrams(dimensions=64).rows(["a word", "another"], ["x", "y"])
     print("Data:", flush=True)
@@ -182,19 +180,18 @@ def estimate(name: str, work: Path, few: bool) -> None:
 
 def main() -> None:
     """Measure the arms that the output lacks, or be a process of one."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--work", type=Path, default=Path("build/linear"))
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
-    parser.add_argument("--arms", nargs="+", metavar="LABEL", help="default: all")
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--estimator", choices=SETS, help=argparse.SUPPRESS)
-    parser.add_argument("--few", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = options(
+        __doc__,
+        work=WORK,
+        sets=among(SETS),
+        arms={"nargs": "+"},
+        output=RESULTS / "linear_memory.json",
+        estimator=str,  # these two tell a process what to do
+        few=False,
+    )
     if arguments.estimator:
         estimate(arguments.estimator, arguments.work, arguments.few)
         return
-    if arguments.output is None:
-        parser.error("--output is needed")
     rows, origin = recorded(arguments.output), machine()
     known = {(row["set"], row["label"]) for row in rows}
     with tempfile.TemporaryDirectory() as folder:
@@ -204,14 +201,8 @@ def main() -> None:
                 if not wanted or (name, arm.label) in known:
                     continue
                 row = measure(arm, name, arguments.work, Path(folder))
-                rows.append({**row, "commit": origin["commit"], "date": origin["date"]})
-                write(arguments.output, origin, rows)
-                phases = ", ".join(f"{k} {v / 1e6:.0f}" for k, v in row["peaks"].items())
-                print(
-                    f"{name}, {arm.label}: {row['peak_bytes'] / 1e6:.0f} MB of"
-                    f" {row['budget_bytes'] / 1e6:.0f} ({phases})",
-                    flush=True,
-                )
+                add(arguments.output, origin, rows, row)
+                show([row | row["peaks"]])
 
 
 if __name__ == "__main__":

@@ -23,9 +23,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.linear.data import SETS, make, rows_of
-from benchmarks.machine import itself, machine
-from benchmarks.record import Row, write
+from benchmarks.linear.data import SETS, WORK, examples, make, place_of, rows_of
+from benchmarks.record import NEEDED, Row, add, among, itself, machine, options, show
 from benchmarks.record import rows_of as recorded
 from sparcel.core.comm import world
 from sparcel.core.stream import SparseStream
@@ -34,7 +33,6 @@ from sparcel.products.linear.model import LinearModel
 from sparcel.products.linear.ranks import gathered
 from sparcel.products.linear.replicated import Exchange, Replicated
 from sparcel.products.linear.settings import Settings
-from sparcel.products.linear.trainer import Examples
 from sparcel.products.rows import shard
 
 
@@ -103,11 +101,10 @@ class HalfPrecision(Replicated):
 def measure(arm: Arm, name: str, work: Path, tests: list[str], step: float) -> Row:
     """Train with one arm and return its row; all ranks call."""
     one, comm = SETS[name], world()
-    rank, ranks = (0, 1) if comm is None else (comm.rank, comm.size)
+    rank, ranks = place_of(comm)
     whole = rows_of(one, work, "train-compact" if arm.compact else "train")
     rows = shard(whole, rank, ranks)
     classes = np.unique(whole.labels)
-    targets = np.where(rows.labels == classes[1], 1, -1).astype(np.float32)
     settings = Settings(
         loss=arm.loss,
         l2=0.0,
@@ -118,7 +115,7 @@ def measure(arm: Arm, name: str, work: Path, tests: list[str], step: float) -> R
         density=arm.density,
         bits=arm.bits,
     )
-    sgd = prepare(Examples(rows, targets), settings, comm)
+    sgd = prepare(examples(rows, classes[1]), settings, comm)
     if arm.half:
         model = sgd.model
         assert isinstance(model, Replicated)
@@ -158,12 +155,12 @@ def worker(arguments: argparse.Namespace) -> None:
     """Run the arms that are not recorded yet, on every rank."""
     torch.set_num_threads(1)
     comm = world()
-    rank = 0 if comm is None else comm.rank
+    rank, ranks = place_of(comm)
     rows, origin = recorded(arguments.output), machine()
     known = [(row["set"], row["nodes"], row["network"], row["arm"], row["loss"]) for row in rows]
     place = (
         arguments.set,
-        comm.size if comm else 1,
+        ranks,
         os.environ.get("SPARCEL_LAB_RATE_BITS_PER_S", ""),
     )
     gathered(comm, None, "start")  # all have read what rank 0 will write
@@ -172,38 +169,27 @@ def worker(arguments: argparse.Namespace) -> None:
         if not wanted or (*place, arm.label, arm.loss) in known:
             continue
         row = measure(arm, arguments.set, arguments.work, arguments.tests, arguments.step)
-        rows.append({**row, "commit": origin["commit"], "date": origin["date"]})
         if rank == 0:
-            median = {
-                name: float(np.median(row[name]))
-                for name in ("seconds", "communication_seconds", "cpu_seconds", "bytes")
-            }
-            print(
-                f"{arguments.set} {place[1]} nodes, {arm.label}, {arm.loss}: epoch"
-                f" {median['seconds']:.3f} s, waits {median['communication_seconds']:.3f} s, CPU"
-                f" {median['cpu_seconds']:.3f} s, {median['bytes'] / 1e6:.1f} MB, loss"
-                f" {row['train_losses'][-1]:.4f}, {row['accuracy']}",
-                flush=True,
-            )
-            write(arguments.output, origin, rows)
+            names = ("seconds", "communication_seconds", "cpu_seconds", "bytes", "train_losses")
+            show([row | {name: float(np.median(row[name])) for name in names}])
+            add(arguments.output, origin, rows, row)
 
 
 def main() -> None:
     """Start the lab for each set and number of nodes, or be one of its ranks."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("data", type=Path)
-    parser.add_argument(
-        "--work", type=Path, default=Path("build/linear"), help="for files and caches"
+    arguments = options(
+        __doc__,
+        "data",
+        work=WORK,
+        nodes=[1, 2, 4, 8],
+        sets=among(SETS),
+        arms={"nargs": "+"},
+        rate="1gbit",
+        step=0.5,
+        output=NEEDED,
+        set=str,  # these two tell a rank of the lab what to do
+        tests={"nargs": "*"},
     )
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
-    parser.add_argument("--arms", nargs="+", metavar="LABEL", help="default: all")
-    parser.add_argument("--rate", default="1gbit")
-    parser.add_argument("--step", type=float, default=0.5, help="AdaGrad's first step")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--set", help=argparse.SUPPRESS)
-    parser.add_argument("--tests", nargs="*", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
     if arguments.set:
         worker(arguments)
         return

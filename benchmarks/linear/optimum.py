@@ -15,11 +15,9 @@ the rows, which ``before_s`` tells.
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,16 +25,15 @@ import scipy.sparse as sp
 import torch
 from sklearn.linear_model import LogisticRegression
 
-from benchmarks.linear.data import SETS, rows_of
-from benchmarks.machine import machine
-from benchmarks.record import Row, write
+from benchmarks.linear.data import SETS, examples, place_of, rows_of
+from benchmarks.linear.data import matrix as matrix_of
+from benchmarks.record import NEEDED, Row, machine, options, write
 from benchmarks.record import rows_of as recorded
 from sparcel.core.comm import Communicator, world
 from sparcel.products.linear.coordinate_descent import Scd
 from sparcel.products.linear.gradient_descent import prepare
 from sparcel.products.linear.ranks import gathered
 from sparcel.products.linear.settings import Settings
-from sparcel.products.linear.trainer import Examples
 from sparcel.products.rows import Rows, shard
 
 L2 = 1e-6
@@ -71,16 +68,6 @@ def arms(ranks: int) -> list[Arm]:
     ]
 
 
-def matrix_of(rows: Rows) -> sp.csr_matrix:
-    """Return rows as scipy has them, in float64."""
-    shape = (len(rows), rows.dimensions)
-    return sp.csr_matrix((rows.values, rows.columns, rows.offsets), shape).astype(np.float64)
-
-
-def targets_of(rows: Rows) -> np.ndarray:
-    return np.where(rows.labels == "1", 1, -1).astype(np.float32)
-
-
 def objective(
     coordinates: np.ndarray, matrix: sp.csr_matrix, targets: np.ndarray, comm: Communicator | None
 ) -> float:
@@ -92,7 +79,7 @@ def objective(
 
 def liblinear(rows: Rows, tolerance: float) -> Row:
     """Return the optimum as scikit-learn finds it."""
-    matrix, targets = matrix_of(rows), targets_of(rows)
+    matrix, targets = matrix_of(rows).astype(np.float64), examples(rows).targets
     start, cpu = time.perf_counter(), time.process_time()
     model = LogisticRegression(
         C=1 / (L2 * len(rows)),
@@ -110,10 +97,10 @@ def trained(arm: Arm, rows: Rows, target: float, comm: Communicator | None) -> R
     """Train until the objective is at most ``target``; all ranks call, and return the worst."""
     start = time.perf_counter()
     settings = Settings(**{"l2": L2, "tol": None, "fit_intercept": False, **arm.settings})
-    targets = targets_of(rows)
+    own = examples(rows)
     make = Scd if settings.solver == "scd" else prepare
-    trainer = make(Examples(rows, targets), settings, comm)
-    before, matrix = time.perf_counter() - start, matrix_of(rows)
+    trainer = make(own, settings, comm)
+    before, matrix = time.perf_counter() - start, matrix_of(rows).astype(np.float64)
     epochs: list[tuple[float, float, float, float]] = []
     objectives: list[float] = []
     while len(epochs) < arm.epochs and not (objectives and objectives[-1] <= target):
@@ -122,7 +109,7 @@ def trained(arm: Arm, rows: Rows, target: float, comm: Communicator | None) -> R
         cpu = time.process_time() - cpu
         epochs.append((one.seconds, one.communication_seconds, cpu, one.volume))
         coordinates = trainer.read()[0][:, 0].astype(np.float64)
-        objectives.append(objective(coordinates, matrix, targets, comm))
+        objectives.append(objective(coordinates, matrix, own.targets, comm))
     worst = np.max(gathered(comm, np.sum(epochs, axis=0).tolist(), "times"), axis=0).tolist()
     names = ("seconds", "communication_seconds", "cpu_seconds", "bytes")
     return {
@@ -137,16 +124,12 @@ def trained(arm: Arm, rows: Rows, target: float, comm: Communicator | None) -> R
 
 def main() -> None:
     """Run what is not recorded yet: liblinear and sparcel alone, or sparcel on many ranks."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("work", type=Path)
-    parser.add_argument("--gap", type=float, default=1e-4, help="of the least objective")
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="of liblinear")
-    parser.add_argument("--arms", nargs="+", metavar="LABEL", help="default: all")
-    parser.add_argument("--output", type=Path, required=True)
-    arguments = parser.parse_args()
+    arguments = options(
+        __doc__, "work", gap=1e-4, tolerance=1e-4, arms={"nargs": "+"}, output=NEEDED
+    )
     torch.set_num_threads(1)
     comm = world()
-    rank, ranks = (0, 1) if comm is None else (comm.rank, comm.size)
+    rank, ranks = place_of(comm)
     whole, rows = rows_of(SETS["urls"], arguments.work, "train-compact"), recorded(arguments.output)
     gathered(comm, None, "start")  # all have read what rank 0 will write
     known, origin = {(row["nodes"], row["arm"]): row for row in rows}, machine()

@@ -13,7 +13,6 @@ As in `Epoch`, the sums of an all-reduce count as exchange, and those of owners 
 
 from __future__ import annotations
 
-import argparse
 import resource
 import time
 from collections import defaultdict
@@ -25,14 +24,14 @@ from unittest.mock import patch
 
 import numpy as np
 
-from benchmarks.linear.data import SETS, rows_of
-from benchmarks.record import Row, extend
+from benchmarks.linear.data import SETS, WORK, examples, rows_of
+from benchmarks.record import NEEDED, Row, among, extend, options
 from sparcel import simulate
 from sparcel.core.comm import Network
 from sparcel.core.comm.simulated import Report, SimulatedCommunicator
 from sparcel.products.linear.gradient_descent import prepare
 from sparcel.products.linear.settings import Settings
-from sparcel.products.linear.trainer import Epoch, Examples
+from sparcel.products.linear.trainer import Epoch
 from sparcel.products.rows import shard
 
 NETWORKS = {
@@ -71,8 +70,7 @@ def measure(work: Path, epochs: int = 5, **job: str | int) -> Row:
 
     def on_rank(comm: SimulatedCommunicator) -> list[Marked]:
         own = shard(rows, comm.rank, ranks)
-        targets = np.where(own.labels == classes[1], 1, -1).astype(np.float32)
-        sgd = prepare(Examples(own, targets), settings, comm)
+        sgd = prepare(examples(own, classes[1]), settings, comm)
         steps.append(sgd.steps)
         events, marked = comm.cluster.trace.events[comm.rank], []
         for _ in range(1 + epochs):
@@ -123,11 +121,7 @@ def timed(parts: Sequence[Report[list[Marked]]], compute: Sequence[float], netwo
 
 def main() -> None:
     """Run the jobs that the record lacks, one after the other."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--work", type=Path, default=Path("build/linear"), help="has the caches")
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
-    parser.add_argument("--output", type=Path, required=True)
-    arguments = parser.parse_args()
+    arguments = options(__doc__, work=WORK, sets=among(SETS), output=NEEDED)
     jobs = [job for job in JOBS if job["set"] in arguments.sets]
     for row in extend(arguments.output, measure, arguments.work, jobs, 1):
         told = ", ".join(

@@ -11,31 +11,16 @@ row has both, and how many processes wanted to run.
 
 from __future__ import annotations
 
-import argparse
-import os
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from sklearn.datasets import load_svmlight_file
 
-from benchmarks.linear.data import SETS, make, rows_of
-from benchmarks.machine import machine
-from benchmarks.record import Row, write
-from sparcel.products.rows import Rows, SvmLight, Text, cached, make_cache, map_rows, read_svmlight
-
-
-def write_svmlight(rows: Rows, file: Path) -> None:
-    """Write rows as SVMlight text, values with six digits."""
-    assert rows.labels is not None
-    with file.open("w") as out:
-        for i, label in enumerate(rows.labels):
-            cut = slice(rows.offsets[i], rows.offsets[i + 1])
-            pairs = zip(rows.columns[cut].tolist(), rows.values[cut].tolist(), strict=True)
-            out.write(f"{label} {' '.join(f'{column + 1}:{value:.6g}' for column, value in pairs)}")
-            out.write("\n")
+from benchmarks.linear.data import SETS, WORK, texts, timed, urls
+from benchmarks.record import NEEDED, Row, machine, options, write
+from sparcel.products.rows import SvmLight, Text, cached, make_cache, map_rows, read_svmlight
 
 
 def contenders(folder: Path, dimensions: int) -> dict[str, tuple[Path, Callable[[], object]]]:
@@ -67,40 +52,22 @@ def contenders(folder: Path, dimensions: int) -> dict[str, tuple[Path, Callable[
 
 def main() -> None:
     """Read in turns, and record each reading."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("data", type=Path)
-    parser.add_argument("--work", type=Path, default=Path("build/linear"), help="for caches")
-    parser.add_argument("--rows", type=int, default=100_000)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--output", type=Path, required=True)
-    arguments = parser.parse_args()
-    arguments.work.mkdir(parents=True, exist_ok=True)
-    make(arguments.data, arguments.work, "urls")
-    part = rows_of(SETS["urls"], arguments.work, "train").slice(0, arguments.rows)
+    arguments = options(__doc__, "data", work=WORK, rows=100_000, rounds=7, output=NEEDED)
+    part = urls(arguments.data, arguments.work)[0].slice(0, arguments.rows)
     text = SETS["urls"].file(arguments.work, "train").read_text().splitlines(keepends=True)
     torch.set_num_threads(1)
     rows: list[Row] = []
-    origin = machine()
-    origin["command"] = origin["command"].replace(str(arguments.data), "DATA")
+    origin = machine(DATA=arguments.data)
     with tempfile.TemporaryDirectory(dir=arguments.work) as name:
         folder = Path(name)
-        write_svmlight(part, folder / "rows.svm")
+        svmlight = (f"{label} {row}\n" for label, row in texts(part, 1))
+        (folder / "rows.svm").write_text("".join(svmlight))
         (folder / "rows.tsv").write_text("".join(text[: arguments.rows + 1]))
         found = contenders(folder, part.dimensions)
         for turn in range(arguments.rounds):
             for label, (file, read) in found.items():
-                start, cpu = time.perf_counter(), time.process_time()
-                kept = read()
-                row = {
-                    "contender": label,
-                    "round": turn,
-                    "seconds": time.perf_counter() - start,
-                    "cpu_seconds": time.process_time() - cpu,
-                    "bytes": file.stat().st_size,
-                    "entries": part.nnz,
-                    "load": os.getloadavg()[0],
-                }
-                del kept
+                about = {"contender": label, "round": turn, "entries": part.nnz}
+                row = about | timed(read) | {"bytes": file.stat().st_size}
                 rows.append(row)
                 print(row, flush=True)
                 write(arguments.output, origin, rows)

@@ -17,7 +17,6 @@ that occur`` of those that are not always zero.
 
 from __future__ import annotations
 
-import argparse
 import time
 import zlib
 from collections.abc import Callable
@@ -28,9 +27,8 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from benchmarks.linear.data import SETS, rows_of
-from benchmarks.machine import machine
-from benchmarks.record import Row, write
+from benchmarks.linear.data import SETS, examples, rows_of
+from benchmarks.record import NEEDED, Row, among, machine, options, write
 from sparcel.core import collectives
 from sparcel.core.collectives.doubling import plain_sum
 from sparcel.core.comm import Communicator, world
@@ -40,7 +38,6 @@ from sparcel.core.wire import Wire
 from sparcel.products.linear.coordinate_descent import Scd
 from sparcel.products.linear.ranks import gathered
 from sparcel.products.linear.settings import Settings
-from sparcel.products.linear.trainer import Examples
 from sparcel.products.rows import shard
 from sparcel.products.rows.rows import Array
 
@@ -158,10 +155,9 @@ class _EnoughError(Exception):
 def trainers(work: Path, comm: Communicator) -> tuple[dict[bool, Scd], int]:
     """Return what trains with and without delay, and the number of dimensions; all ranks call."""
     rows = shard(rows_of(SETS["urls"], work, "train"), comm.rank, comm.size)
-    targets = np.where(rows.labels == "1", 1, -1).astype(np.float32)
+    own = examples(rows)
     both = {
-        late: Scd(Examples(rows, targets), Settings(solver="scd", asynchronous=late), comm)
-        for late in (False, True)
+        late: Scd(own, Settings(solver="scd", asynchronous=late), comm) for late in (False, True)
     }
     return both, rows.dimensions
 
@@ -197,13 +193,7 @@ def timed(arm: str, scd: Scd, dimensions: int, iterations: int, comm: Communicat
 
 def main() -> None:
     """Time each gather, and write the rows from rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("work", type=Path)
-    parser.add_argument("--iterations", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--output", type=Path, required=True)
-    arguments = parser.parse_args()
+    arguments = options(__doc__, "work", iterations=200, rounds=3, arms=among(ARMS), output=NEEDED)
     torch.set_num_threads(1)
     comm = world()
     assert comm is not None, "start it with several ranks"

@@ -9,31 +9,22 @@ Python package is there; it reads the same rows from its own cache, as it does o
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import scipy.sparse as sp
 import torch
 from sklearn.linear_model import SGDClassifier
 
-from benchmarks.linear.data import SETS, make, rows_of
-from benchmarks.machine import machine
-from benchmarks.record import Row, write
+from benchmarks.linear.data import SETS, WORK, examples, matrix, texts, urls
+from benchmarks.record import NEEDED, Row, machine, options, write
 from sparcel.products.linear.gradient_descent import Sgd, prepare
 from sparcel.products.linear.settings import Settings
-from sparcel.products.linear.trainer import Examples
 from sparcel.products.rows import HashedNGrams, Rows
 
 EPOCHS = 5
 BATCHES = (1000, 8000, 16_000)
-
-
-def matrix(rows: Rows) -> sp.csr_matrix:
-    """Return rows as scipy has them."""
-    return sp.csr_matrix((rows.values, rows.columns, rows.offsets), (len(rows), rows.dimensions))
 
 
 def sparcel(train: Rows, test: Rows, settings: Settings) -> dict[str, Row]:
@@ -41,13 +32,12 @@ def sparcel(train: Rows, test: Rows, settings: Settings) -> dict[str, Row]:
 
     One thread and two take their epochs in turns, so that what disturbs one disturbs the other.
     """
-    targets = np.where(train.labels == "1", 1, -1).astype(np.float32)
     found: dict[str, Row] = {}
     trainers: dict[int, Sgd] = {}
     for threads in (1, 2):
         torch.set_num_threads(threads)
         start = time.perf_counter()
-        trainers[threads] = prepare(Examples(train, targets), settings)
+        trainers[threads] = prepare(examples(train), settings)
         label = f"sparcel, batch {settings.batch_size}, l2 {settings.l2:g}, {threads} threads"
         found[label] = {"seconds": [], "before_s": time.perf_counter() - start, "accuracy": []}
     for _ in range(EPOCHS):
@@ -81,11 +71,8 @@ def vowpal_wabbit(train: Rows, test: Rows, work: Path) -> Row:
     for file, rows in zip(files.values(), (train, test), strict=True):
         if not file.exists():
             with file.open("w") as out:
-                for i, label in enumerate(rows.labels if rows.labels is not None else ()):
-                    cut = slice(rows.offsets[i], rows.offsets[i + 1])
-                    pairs = zip(rows.columns[cut], rows.values[cut], strict=True)
-                    features = " ".join(f"{column}:{value:.6g}" for column, value in pairs)
-                    out.write(f"{1 if label == '1' else -1} | {features}\n")
+                for label, row in texts(rows, 0):
+                    out.write(f"{1 if label == '1' else -1} | {row}\n")
     taken = []
     for passes in (1, EPOCHS):
         cache = work / "urls.vw.cache"
@@ -123,15 +110,8 @@ def hashing(data: Path) -> Row:
 
 def main() -> None:
     """Let all contenders train in turns, and record each round."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("data", type=Path)
-    parser.add_argument("--work", type=Path, default=Path("build/linear"), help="for files, caches")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, required=True)
-    arguments = parser.parse_args()
-    arguments.work.mkdir(parents=True, exist_ok=True)
-    make(arguments.data, arguments.work, "urls")
-    train, test = (rows_of(SETS["urls"], arguments.work, part) for part in ("train", "test"))
+    arguments = options(__doc__, "data", work=WORK, rounds=3, output=NEEDED)
+    train, test = urls(arguments.data, arguments.work)
     contenders: dict[str, Callable[[], dict[str, Row]]] = {
         "scikit-learn": lambda: {"scikit-learn": scikit_learn(train, test)},
         "Vowpal Wabbit": lambda: {"Vowpal Wabbit": vowpal_wabbit(train, test, arguments.work)},

@@ -34,17 +34,15 @@ from pyspark.ml.classification import LogisticRegression
 from pyspark.sql import SparkSession
 from torch.distributed import TCPStore
 
-from benchmarks.linear.data import SETS, rows_of
-from benchmarks.linear.single import matrix
-from benchmarks.machine import itself, machine
-from benchmarks.record import Row, write
+from benchmarks.linear.data import SETS, examples, matrix, place_of, rows_of, texts
+from benchmarks.record import NEEDED, Row, itself, machine, options, write
 from benchmarks.record import rows_of as recorded
 from sparcel.core.comm import world
 from sparcel.products.linear.gradient_descent import prepare
 from sparcel.products.linear.ranks import gathered
 from sparcel.products.linear.settings import Settings
-from sparcel.products.linear.trainer import Examples
 from sparcel.products.rows import shard
+from sparcel.tools.lab import link_bytes
 
 URLS = SETS["urls"]
 ROWS_A_STEP = 8000
@@ -65,12 +63,9 @@ def svmlight(work: Path, part: str) -> Path:
     """Write a part as an SVMlight file, columns counted from 1, unless it is there."""
     file = work / f"urls-{part}.svm"
     if not file.exists():
-        rows = rows_of(URLS, work, part)
         with file.with_suffix(".part").open("w") as out:
-            for i in range(len(rows)):
-                entries = slice(rows.offsets[i], rows.offsets[i + 1])
-                pairs = zip(rows.columns[entries] + 1, rows.values[entries], strict=True)
-                out.write(f"{rows.labels[i]} {' '.join(f'{j}:{x:.7g}' for j, x in pairs)}\n")
+            for label, row in texts(rows_of(URLS, work, part), 1, 7):
+                out.write(f"{label} {row}\n")
         file.with_suffix(".part").rename(file)
     return file
 
@@ -125,11 +120,9 @@ def executor_memory(nodes: int) -> int:
     return EXECUTOR_MEMORY if nodes > 1 else MOST_EXECUTOR_MEMORY
 
 
-def link_bytes() -> int:
-    """Return the bytes that this node's links have carried, the larger of both directions."""
-    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
-    links = [line.split(":")[1].split() for line in lines if not line.strip().startswith("lo:")]
-    return max(sum(int(link[0]) for link in links), sum(int(link[8]) for link in links))
+def carried() -> int:
+    """Return the bytes that this node's link has carried, the larger of both directions."""
+    return max(link_bytes() or (0, 0))
 
 
 def timed(fit: Callable[[int], Any], iterations: int) -> tuple[Any, Row]:
@@ -137,9 +130,9 @@ def timed(fit: Callable[[int], Any], iterations: int) -> tuple[Any, Row]:
     took = []
     fit(SHORT)  # compiles what the timed ones run
     for count in (SHORT, iterations):
-        start, before = time.perf_counter(), link_bytes()
+        start, before = time.perf_counter(), carried()
         model = fit(count)
-        took.append(np.array([time.perf_counter() - start, link_bytes() - before]))
+        took.append(np.array([time.perf_counter() - start, carried() - before]))
     seconds, sent = (took[1] - took[0]) / (iterations - SHORT)
     return model, {
         "iterations": iterations,
@@ -196,11 +189,10 @@ def sparcel(work: Path) -> Row:
     """Fit by sparcel's SGD, as `models.py` does; all ranks call."""
     torch.set_num_threads(1)
     comm, train = world(), rows_of(URLS, work, "train")
-    rank, ranks = (0, 1) if comm is None else (comm.rank, comm.size)
+    rank, ranks = place_of(comm)
     rows = shard(train, rank, ranks)
-    targets = np.where(rows.labels == "1", 1, -1).astype(np.float32)
     settings = Settings(l2=0.0, batch_size=ROWS_A_STEP // ranks)
-    trainer = prepare(Examples(rows, targets), settings, comm)
+    trainer = prepare(examples(rows), settings, comm)
     epochs = [trainer.epoch() for _ in range(EPOCHS)]
     seconds = np.max(gathered(comm, [epoch.seconds for epoch in epochs], "times"), axis=0)
     coordinates, intercepts = trainer.model.whole().read()
@@ -260,15 +252,16 @@ def address_towards(other: str) -> str:
 
 def main() -> None:
     """Start the lab for each number of nodes, or be one of its nodes."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("work", type=Path)
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--rate", default="1gbit")
-    parser.add_argument("--steps", type=int, default=40, help="of mini-batch SGD")
-    parser.add_argument("--iterations", type=int, default=20, help="of L-BFGS")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--in-lab", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = options(
+        __doc__,
+        "work",
+        nodes=[1, 8],
+        rate="1gbit",
+        steps=40,
+        iterations=20,
+        output=NEEDED,
+        in_lab=False,
+    )
     if arguments.in_lab:
         node(arguments)
         return

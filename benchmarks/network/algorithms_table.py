@@ -9,13 +9,11 @@ python -m benchmarks.network.algorithms_table
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from math import log2
-from typing import Any
 
 from benchmarks.pages.tables import COLOURS, DENSE, plain, save, subplots, table
-from benchmarks.record import RESULTS
+from benchmarks.record import recorded
 
 EXACT = "dense", "allgather", "recursive_doubling", "halving_doubling"
 DRAWN = dict(
@@ -48,15 +46,9 @@ def group(p: float) -> float:
     return min(8, p // 2)
 
 
-def recorded() -> dict[str, Any]:
-    """Return the record of `scale.py`."""
-    record: dict[str, Any] = json.loads((RESULTS / "scale.json").read_text())
-    return record
-
-
 def tables() -> Iterator[str]:
     """Yield the lines of the table of words."""
-    results = recorded()
+    results = recorded("scale")
     size, count = results["size"], results["count"]
     found = {(row["algorithm"], row["ranks"]): row for row in results["rows"]}
     names, ranks = dict.fromkeys(name for name, _ in found), sorted({p for _, p in found})
@@ -74,7 +66,7 @@ def tables() -> Iterator[str]:
 
 def rounds_of_oktopk() -> str:
     """Return the sentence on its rounds, and on those of the form in the paper's table 1."""
-    rows = [row for row in recorded()["rows"] if row["algorithm"] == "oktopk"]
+    rows = [row for row in recorded("scale")["rows"] if row["algorithm"] == "oktopk"]
     ranks = [row["ranks"] for row in rows]
     forms = (2 * p + 2 * log2(p) for p in ranks)
     ours, on, theirs = map(listed, ((row["rounds"] for row in rows), ranks, forms))
@@ -112,7 +104,7 @@ def compared(ours: float, paper: float | None) -> str:
 
 def draw_all() -> None:
     """Draw the times on both networks against the number of ranks."""
-    results = recorded()
+    results = recorded("scale")
     figure, both = subplots(2, size=(6.4, 6.6), sharex=True)
     for axes, key, network in zip(
         both, ("ethernet_s", "nodes_s"), results["networks"], strict=True

@@ -11,7 +11,6 @@ milliseconds those of messages alone, at 1 Gbit/s and 50 µs a message.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import sparcel
-from benchmarks.machine import machine
 from benchmarks.network.scale import ETHERNET
-from benchmarks.record import show, write
+from benchmarks.record import machine, options, show, write
 from benchmarks.training.models import Words
 from sparcel import SparseStream
 from sparcel.core import patterns
@@ -108,10 +106,7 @@ def measured(own: Sequence[SparseStream], k: int) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Measure all rows, and write them."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32])
-    parser.add_argument("--output", type=Path)
-    told = parser.parse_args()
+    told = options(__doc__, ranks=[8, 16, 32], output=Path)
     torch.set_num_threads(1)
     vectors = map(accumulated, range(max(told.ranks)))
     own = [sparcel.topk(one, int(DENSITY * one.numel())) for one in vectors]

@@ -11,7 +11,6 @@ others'. Jobs that the output has are not repeated, so the benchmark can be run 
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import subprocess
@@ -22,8 +21,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.machine import machine
-from benchmarks.record import Row, left_of, write
+from benchmarks.record import NEEDED, Row, left_of, machine, options, write
 from sparcel.tools.lab import EmulatedNetwork, Link, Workers, parse_rate
 
 Phase = tuple[int, int, int]
@@ -179,13 +177,7 @@ def _tell(one: Row, epoch: dict[str, Any]) -> None:
 
 def main() -> None:
     """Run the jobs that the output lacks."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("images", type=Path, help="folder of train.tar.xz and test.tar.xz")
-    parser.add_argument("--folder", type=Path, required=True, help="where to unpack and to cache")
-    parser.add_argument("--rate", default="250mbit", help="of each node's link")
-    parser.add_argument("--only", default="", help="run the jobs whose kind or label contains this")
-    parser.add_argument("--output", type=Path, required=True)
-    arguments = parser.parse_args()
+    arguments = options(__doc__, "images", folder=NEEDED, rate="250mbit", only="", output=NEEDED)
     unpack(arguments.images, arguments.folder / "images")
     wanted = (one for one in jobs() if arguments.only in f"{one['kind']}: {one['label']}")
     (rows, left), origin = left_of(arguments.output, wanted), machine()

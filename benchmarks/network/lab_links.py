@@ -25,8 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.machine import machine
-from benchmarks.record import RESULTS, show, write
+from benchmarks.record import RESULTS, machine, show, write
 from sparcel.tools.lab import EmulatedNetwork, Workers, parse_link
 
 RATES = ("20mbit", "100mbit", "500mbit", "1gbit")

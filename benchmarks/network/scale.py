@@ -9,7 +9,6 @@ already is not run again. Run it as
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import subprocess
@@ -22,8 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import itself, machine
-from benchmarks.record import left_of, show, write
+from benchmarks.record import among, itself, left_of, machine, options, show, write
 from sparcel import SparseStream, simulate
 from sparcel.core.collectives import ALGORITHMS, broadcast, gtopk, oktopk
 from sparcel.core.collectives.doubling import halving_doubling
@@ -144,14 +142,15 @@ def measure(name: str, ranks: int, size: int, count: int) -> dict[str, Any]:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 16, 64, 256, 1024])
-    parser.add_argument("--size", type=int, default=1_000_000, help="coordinates of the vector")
-    parser.add_argument("--count", type=int, default=10_000, help="coordinates of a rank's stream")
-    parser.add_argument("--algorithms", nargs="+", choices=NAMES, default=NAMES, metavar="NAME")
-    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
-    parser.add_argument("--alone", action="store_true", help="one run in this process, as JSON")
-    arguments = parser.parse_args()
+    arguments = options(
+        __doc__,
+        ranks=[4, 16, 64, 256, 1024],
+        size=1_000_000,
+        count=10_000,
+        algorithms=among(NAMES),
+        output=Path,
+        alone=False,
+    )
     size, count = arguments.size, arguments.count
     if arguments.alone:
         print(json.dumps(measure(arguments.algorithms[0], arguments.ranks[0], size, count)))

@@ -37,9 +37,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.clock import Clock
-from benchmarks.machine import machine
 from benchmarks.network.tree import tree_all_reduce
-from benchmarks.record import Row, network, show, write
+from benchmarks.record import Row, machine, network, options, show, write
 from sparcel import scheme
 from sparcel.core import units
 from sparcel.core.schemes import Costs, Request, Scheme
@@ -159,15 +158,16 @@ def measure(ranks: Ranks, jobs: list[tuple[str, float]], rounds: int, repeats: i
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--breakdown", action="store_true", help="figure 8 instead of figure 7")
-    parser.add_argument("--sizes", type=units.whole, nargs="+", metavar="N")
-    parser.add_argument("--densities", type=float, nargs="+", metavar="SHARE")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=3, help="steps of a method in a round")
-    parser.add_argument("--output", type=Path)
-    return parser.parse_args()
+    return options(
+        __doc__,
+        breakdown=False,
+        sizes={"type": units.whole, "nargs": "+"},
+        densities={"type": float, "nargs": "+"},
+        methods={"choices": METHODS, "nargs": "+", "metavar": "NAME"},
+        rounds=3,
+        repeats=3,
+        output=Path,
+    )
 
 
 def main() -> None:

@@ -7,16 +7,12 @@ Counted on the simulated cluster, for float16 gradients and a density of 1 %. Ru
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
-from benchmarks.machine import machine
 from benchmarks.network.tree import tree_all_reduce
 from benchmarks.network.two_tiers import METHODS
-from benchmarks.record import Row, show, write
+from benchmarks.record import NEEDED, Row, machine, options, show, write
 from sparcel import scheme, simulate
 from sparcel.core.comm import Communicator
 
@@ -57,9 +53,7 @@ def count(name: str, nodes: int, here: int) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True)
-    output = parser.parse_args().output
+    output = options(__doc__, output=NEEDED).output
     rows = [count(name, *grid) for grid in GRIDS for name in METHODS]
     write(output, {**machine(), "size": SIZE, "density": DENSITY}, rows)
     show(rows)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 
 from benchmarks.network.two_tiers import METHODS
 from benchmarks.network.two_tiers_bytes import GRIDS
 from benchmarks.pages.tables import BESIDE, plain, save, subplots, table
-from benchmarks.record import RESULTS, Row, rows_of
+from benchmarks.record import Row, recorded, rows_of
 
 STEPS = ("reduce-scatter inside", "selection", "all-gather across", "all-gather inside", "rest")
 COLOURS = dict(zip(METHODS, ("#d62728", "#d4b106", "black", "#3a6fb0", "#2a8a3a"), strict=True))
@@ -75,24 +74,19 @@ def draw_steps(rows: Sequence[Row], network: str) -> None:
 
 def tables() -> Iterator[str]:
     """Yield the lines of both tables, an empty one between them."""
-    yield from (*times_table(rows_of(RESULTS / "two_tiers.json")), "")
-    yield from bytes_table(rows_of(RESULTS / "two_tiers_bytes.json"))
+    yield from (*times_table(rows_of("two_tiers")), "")
+    yield from bytes_table(rows_of("two_tiers_bytes"))
 
 
 def _of(rows: Sequence[Row], name: str) -> list[Row]:
     return [row for row in rows if row["method"] == name]
 
 
-def _record(name: str) -> tuple[list[Row], str]:
-    """Return the rows of a record, and its network's description."""
-    record = json.loads((RESULTS / f"{name}.json").read_text())
-    return record["rows"], record["network"]["description"]
-
-
 def draw_all() -> None:
     """Draw the figures."""
-    draw_times(*_record("two_tiers"))
-    draw_steps(*_record("two_tiers_steps"))
+    for draw, name in ((draw_times, "two_tiers"), (draw_steps, "two_tiers_steps")):
+        record = recorded(name)
+        draw(record["rows"], record["network"]["description"])
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ island that was alive came through no outer step. `faults` says what must not ha
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -38,8 +37,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 import sparcel.outer
-from benchmarks.machine import machine
-from benchmarks.record import RESULTS, Row, show, write
+from benchmarks.record import RESULTS, Row, machine, options, show, write
 from sparcel.tools.lab import Link, Network, open_network
 
 EVERY, INNER_S, PATIENCE_S, SILENCE_S = 20, 0.06, 5.0, 20.0
@@ -237,14 +235,13 @@ def run(network: Network, folder: Path, events: int, seed: int, seconds: float =
 
 def main() -> None:
     """Run, disturbed and undisturbed, or be an island."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--island", nargs=3, metavar=("PLACE", "FOLDER", "CHECKPOINT"), help="be an island"
+    told = options(
+        __doc__,
+        island={"nargs": 3, "metavar": ("PLACE", "FOLDER", "CHECKPOINT"), "help": "be one"},
+        events=60,
+        seed=0,
+        output=RESULTS / "outer_chaos.json",
     )
-    parser.add_argument("--events", type=int, default=60, help="on links; a sixth of it by files")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=RESULTS / "outer_chaos.json")
-    told = parser.parse_args()
     if told.island:
         train(told.island[0], Path(told.island[1]), told.island[2])
         return

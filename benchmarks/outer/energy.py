@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.outer.islands import ISLAND_TASKS, Curve
-from benchmarks.record import RESULTS, Row, origin_of, show, write
+from benchmarks.outer.training import ISLAND_TASKS, Curve
+from benchmarks.record import RESULTS, Row, machine, show, write
 from benchmarks.training.tasks import batches, loss_of
 
 WARM = {"text": 1000, "text, Muon": 1000, "words": 300, "wide words": 200}
@@ -55,7 +55,7 @@ def main() -> None:
     torch.set_num_threads(1)
     data = Path(sys.argv[1])
     rows = [measured(data, name) for name in WARM]
-    write(RESULTS / "outer_energy.json", origin_of(data), rows)
+    write(RESULTS / "outer_energy.json", machine(DATA=data), rows)
     show(rows)
 
 

@@ -20,8 +20,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 import sparcel.outer
-from benchmarks.machine import machine
-from benchmarks.record import RESULTS, Row, show, write
+from benchmarks.record import RESULTS, Row, machine, show, write
 from sparcel.products.meeting import Server
 
 LAYERS, WIDTH, STEPS, ROUNDS = 6, 2048, 6, 5

@@ -14,8 +14,8 @@ from statistics import mean
 import torch
 
 import sparcel
-from benchmarks.outer.islands import LINKS
-from benchmarks.record import RESULTS, Row, rows_of
+from benchmarks.outer.training import LINKS
+from benchmarks.record import Row, rows_of
 from sparcel.core.comm import Communicator
 
 RECORDS = ("training", "muon", "images", "every", "islands")
@@ -24,7 +24,7 @@ COMPUTE_S = 0.1
 
 
 def rows(*names: str) -> list[Row]:
-    return [row for name in names for row in rows_of(RESULTS / f"outer_{name}.json")]
+    return [row for name in names for row in rows_of(f"outer_{name}")]
 
 
 @cache
@@ -71,14 +71,8 @@ def times(records: tuple[str, ...], task: str, baseline: str, seed: int = 0) -> 
     found = [
         row
         for row in rows(*records)
-        if (
-            (row["task"], row["seed"], row["islands"]) == (task, seed, 4)
-            and row["run"] in (baseline, "ddp")
-        )
-        or (
-            (row["task"], row["seed"], row["islands"]) == (task, seed, 4)
-            and row["run"] not in ("bf16", "attach")
-        )
+        if (row["task"], row["seed"], row["islands"]) == (task, seed, 4)
+        and row["run"] not in ("bf16", "attach")
     ]
     goal = next(row for row in found if row["run"] == baseline)["curve"][-1][1]
     measured = next(row["step_s"] for row in found if row["step_s"])

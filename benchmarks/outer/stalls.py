@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 
 import sparcel.outer
-from benchmarks.machine import machine
-from benchmarks.record import RESULTS, Row, show, write
+from benchmarks.record import RESULTS, Row, machine, show, write
 from sparcel.products.outer.method import METHODS
 from sparcel.tools.lab import EmulatedNetwork, Line, Link, Workers
 

@@ -24,7 +24,6 @@ import os
 import time
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,11 +34,21 @@ from torchft._torchft import LighthouseServer
 from torchft.local_sgd import DiLoCo
 
 import sparcel
-from benchmarks.outer.islands import ISLAND_TASKS, warmed
-from benchmarks.record import RESULTS, Row, left_of, network, origin_of, write
+from benchmarks.outer.training import ISLAND_TASKS, warmed
+from benchmarks.record import (
+    RESULTS,
+    Row,
+    add,
+    grid,
+    left_of,
+    machine,
+    network,
+    options,
+)
 from benchmarks.training.task_training import evaluate
 from benchmarks.training.tasks import batches, loss_of
 from sparcel.integrations.torchft import SparseProcessGroup
+from sparcel.tools.lab import link_bytes
 
 LARGEST = 448.0
 """The largest number of float8 with 4 bits of exponent."""
@@ -117,8 +126,7 @@ def train(told: argparse.Namespace, job: Row, lighthouse: str) -> Row:
     )
     if group is sparse:
         sparse.follow(manager)
-    losses, start, seconds = [0.0] * task.steps, time.perf_counter(), 0.0
-    sent = _sent()
+    start, sent = time.perf_counter(), _sent()
     with DiLoCo(
         *(manager, [model], optimizers[-1], outer),
         sync_every=job["every"],
@@ -127,19 +135,10 @@ def train(told: argparse.Namespace, job: Row, lighthouse: str) -> Row:
         for step, batch in enumerate(
             batches(len(split.y_train), task.batch * islands, task.steps, seed)
         ):
-            began = time.thread_time()
             part = batch.chunk(islands)[rank]
             model.zero_grad()
-            loss = loss_of(model, split.x_train[part], split.y_train[part])
-            loss.backward()
-            if task.clip is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), task.clip)
-            losses[step] = loss.item()
-            seconds += time.thread_time() - began
-            for optimizer in optimizers:
-                for settings in optimizer.param_groups:
-                    settings["lr"] = task.lr_at(step)
-                optimizer.step()
+            loss_of(model, split.x_train[part], split.y_train[part]).backward()
+            task.update(model, optimizers, step)
     sent = _sent() - sent
     assert manager.current_step() == task.steps // job["every"], "outer steps failed"
     row: Row = {
@@ -166,27 +165,26 @@ def _error_of_quantised(manager: Any) -> str:
 
 
 def _sent() -> int:
-    """Return how many bytes this machine of the lab has sent."""
-    name = os.environ["GLOO_SOCKET_IFNAME"]
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        if line.strip().startswith(f"{name}:"):
-            return int(line.split(":")[1].split()[8])
-    raise RuntimeError(f"there is no interface {name}")
+    """Return how many bytes this node of the lab has sent."""
+    carried = link_bytes()
+    assert carried is not None, "run it in the lab, with a rate"
+    return carried.sent
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("data", type=Path, help="folder that holds the tasks' folders")
-    parser.add_argument("--task", choices=ISLAND_TASKS, default="words")
-    parser.add_argument("--runs", nargs="+", default=["float32", "float8", "sparcel"])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--every", type=int, default=30)
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--warm", type=int, default=1000, help="steps of one process before")
-    parser.add_argument("--outer-lr", type=float, default=0.7)
-    parser.add_argument("--momentum", type=float, default=0.9)
-    parser.add_argument("--output", type=Path, default=RESULTS / "outer_torchft.json")
-    told = parser.parse_args()
+    told = options(
+        __doc__,
+        "data",
+        task={"choices": ISLAND_TASKS, "default": "words"},
+        runs=["float32", "float8", "sparcel"],
+        seeds=[0],
+        every=30,
+        steps=3000,
+        warm=1000,
+        outer_lr=0.7,
+        momentum=0.9,
+        output=RESULTS / "outer_torchft.json",
+    )
     torch.set_num_threads(1)
     rank, islands = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -195,26 +193,18 @@ def main() -> None:
         served = LighthouseServer(bind="[::]:0", min_replicas=islands, quorum_tick_ms=20)
         store.set("lighthouse", served.address())
     lighthouse = store.get("lighthouse").decode()
-    settings = {
-        "task": told.task,
-        "islands": islands,
-        "every": told.every,
-        "steps": told.steps,
-        "warm": told.warm,
-        "outer_lr": told.outer_lr,
-        "momentum": told.momentum,
-    }
-    jobs = [{**settings, "seed": seed, "run": run} for seed in told.seeds for run in told.runs]
+    names = ("task", "every", "steps", "warm", "outer_lr", "momentum")
+    settings = {"islands": islands, **{name: vars(told)[name] for name in names}}
+    jobs = [settings | job for job in grid(seed=told.seeds, run=told.runs)]
     rows, left = left_of(told.output, jobs)
-    origin = origin_of(told.data)
+    origin = machine(DATA=told.data)
     for number, job in enumerate(left):
         row = train(told, job, lighthouse)
         store.set(f"{number} {rank}", str(row["bytes_sent"]))
         if rank == 0:
             each = [int(store.get(f"{number} {other}")) for other in range(islands)]
             row |= {"bytes_sent": max(each), "network": network(), "torchft": _version()}
-            rows.append({**job, **row, "commit": origin["commit"], "date": origin["date"]})
-            write(told.output, origin, rows)
+            add(told.output, origin, rows, {**job, **row})
             print({**job, **row}, flush=True)
         store.set(f"{number} done {rank}", "")
         store.wait([f"{number} done {other}" for other in range(islands)])

@@ -14,8 +14,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
-from benchmarks.machine import machine
-from benchmarks.record import RESULTS, Row, rows_of, show, write
+from benchmarks.record import RESULTS, Row, machine, rows_of, show, write
 from tests.outer.world import live
 
 FIRST, WORLDS, PIECES = 2_000_000, 25_000, 40

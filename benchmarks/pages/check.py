@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import re
 import sys
@@ -17,15 +16,31 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.record import shown_of
-from benchmarks.rules import rule_of
+from benchmarks.data import cache, parts
+from benchmarks.gpu import counts
+from benchmarks.gpu import tables as gpu_tables
+from benchmarks.linear import report as linear_report
+from benchmarks.network import (
+    algorithms_table,
+    commlib_report,
+    scale,
+    two_tiers_bytes,
+    two_tiers_report,
+)
+from benchmarks.pages import papers as papers_report
+from benchmarks.pages import plans, tables
+from benchmarks.record import RESULTS, Row, recorded, rows_of, rule_of, shown_of
+from benchmarks.training import convergence_report as suite
+from benchmarks.training import frontier_report as frontier
+from benchmarks.training import lab_report as lab
+from benchmarks.training import norms, singular
+from benchmarks.training import step_factors as factors
 from sparcel.core.schemes import DEFAULT, RECOMMENDED
-from sparcel.tools.bench.report import tables
+from sparcel.tools.bench.report import tables as bench_tables
 from sparcel.tools.bench.results import Results
 from sparcel.tools.plan.recorded import OWN, RECORDED
 
 ROOT = Path(__file__).parents[2]
-RESULTS = Path(__file__).parents[1] / "results"
 
 DRAWING = (
     *("deltas.report", "linear.report"),
@@ -70,10 +85,6 @@ def text_of(page: str) -> str:
     return (ROOT / page).read_text()
 
 
-def recorded(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
 def absent(page: str, lines: Iterable[str], at_least: int = 1) -> Faults:
     """Yield the lines that a page should have and has not."""
     lines, found = list(lines), set(text_of(page).splitlines())
@@ -103,16 +114,15 @@ def different(page: str, found: object, expected: object) -> Faults:
 
 
 def algorithms() -> Faults:
-    report: Any = importlib.import_module("benchmarks.network.algorithms_table")
     page = "docs/explanation/algorithms.md"
-    yield from absent(page, report.tables(), at_least=13)
-    yield from without(page, report.rounds_of_oktopk())
+    yield from absent(page, algorithms_table.tables(), at_least=13)
+    yield from without(page, algorithms_table.rounds_of_oktopk())
 
 
 def benchmark() -> Faults:
     page, results = "docs/how-to/benchmark.md", Results.load(RESULTS / "bench_8_nodes_1gbit.json")
     console = Console(width=100, file=StringIO(), highlight=False)
-    console.print(*tables(results))
+    console.print(*bench_tables(results))
     printed = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     made = {line.rstrip() for line in printed}
     shown = text_of(page).split("```text\n")[1].split("```")[0].splitlines()
@@ -129,16 +139,13 @@ def benchmark() -> Faults:
 
 
 def commlib() -> Faults:
-    report: Any = importlib.import_module("benchmarks.network.commlib_report")
-    yield from absent("docs/records/commlib.md", report.tables())
+    yield from absent("docs/records/commlib.md", commlib_report.tables())
 
 
 def data() -> Faults:
-    report: Any = importlib.import_module("benchmarks.data.report")
     page = "docs/how-to/data.md"
-    *table, sentence = report.all_lines()
-    yield from absent(page, table, at_least=6)
-    yield from without(page, sentence)
+    yield from absent(page, cache.cache_table(rows_of("data_cache")), at_least=6)
+    yield from without(page, parts.parts_sentence(rows_of("data_parts")))
 
 
 def demo() -> Faults:
@@ -163,11 +170,6 @@ def demo() -> Faults:
 
 def trainings() -> Faults:
     """Compare the pages on what training ends at."""
-    frontier: Any = importlib.import_module("benchmarks.training.frontier_report")
-    lab: Any = importlib.import_module("benchmarks.training.lab_report")
-    suite: Any = importlib.import_module("benchmarks.training.convergence_report")
-    factors: Any = importlib.import_module("benchmarks.training.step_factors")
-    singular: Any = importlib.import_module("benchmarks.training.singular")
     names = "causes", "convergence", "convergence_sweeps", "papers_recipes", "search"
     rows = {name: shown_of(name) for name in names}
     runs = frontier.all_rows()
@@ -212,7 +214,7 @@ def ages() -> Faults:
     """Find records that are older than the code that they speak of, as far as this shows.
 
     What training ends at depends on rules: rows tell theirs, and those of others are not shown
-    (`benchmarks.rules`). Counts are counted anew, for few ranks. Times say when they were taken.
+    (`benchmarks.record`). Counts are counted anew, for few ranks. Times say when they were taken.
     """
     pages = "\n".join(
         text_of(str(path)) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))
@@ -229,11 +231,9 @@ def ages() -> Faults:
         dates = [row.get("date", record["date"]) for row in rows] or [record["date"]]
         if min(dates) < min(known, default="none"):
             yield f"{name}.json has trainings by a default of {min(dates)}, whose rule is not known"
-    across: Any = importlib.import_module("benchmarks.network.two_tiers_bytes")
     for row in recorded("two_tiers_bytes")["rows"]:
         if (row["nodes"], row["ranks_per_node"]) == (2, 4):
-            yield from _counted("two_tiers_bytes", row, across.count(row["method"], 2, 4))
-    scale: Any = importlib.import_module("benchmarks.network.scale")
+            yield from _counted("two_tiers_bytes", row, two_tiers_bytes.count(row["method"], 2, 4))
     record = recorded("scale")
     for row in record["rows"]:
         if row["ranks"] == 4:
@@ -241,7 +241,7 @@ def ages() -> Faults:
             yield from _counted("scale", row, found)
 
 
-def _counted(name: str, row: dict[str, Any], found: dict[str, Any]) -> Faults:
+def _counted(name: str, row: Row, found: Row) -> Faults:
     """Yield what was recorded and is counted otherwise now; times of the machine are no counts."""
     counts = {key: value for key, value in found.items() if key not in ("wall_s", "peak_rss_mb")}
     of = row.get("algorithm") or row["method"]
@@ -261,15 +261,14 @@ def _holds(part: Any, key: str) -> bool:
 
 def figures() -> Faults:
     """Draw all figures anew, and compare them with those of docs/ and with the gallery."""
-    pages: Any = importlib.import_module("benchmarks.pages.tables")
-    folder: Path = pages.FIGURES
+    folder: Path = tables.FIGURES
     script: dict[str, str] = {}
     with TemporaryDirectory() as name:
-        pages.FIGURES = Path(name)
+        tables.FIGURES = Path(name)
         for one in DRAWING:
             importlib.import_module(f"benchmarks.{one}").draw_all()
             script |= {path.name: one for path in Path(name).iterdir() if path.name not in script}
-        pages.FIGURES = folder
+        tables.FIGURES = folder
         for figure, one in script.items():
             kept = folder / figure
             if not kept.exists() or kept.read_bytes() != (Path(name) / figure).read_bytes():
@@ -282,8 +281,7 @@ def figures() -> Faults:
             command = f"`python -m benchmarks.{script.get(figure)}`"
             if command not in entry:
                 yield f"docs/gallery.md does not say that {command} draws {figure}"
-    report: Any = importlib.import_module("benchmarks.training.lab_report")
-    sentence = report.front_sentence(report.lab_rows())
+    sentence = lab.front_sentence(lab.lab_rows())
     for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md")):
         text = " ".join(path.read_text().split())
         if "figures/front.svg" in text and sentence not in text:
@@ -308,28 +306,24 @@ def fsdp() -> Faults:
 
 
 def gpu() -> Faults:
-    tables: Any = importlib.import_module("benchmarks.gpu.tables")
     page = "docs/how-to/gpu.md"
-    yield from absent(page, tables.all_tables(), at_least=14)
-    whole, selected = tables.room()["default"], tables.room()["10 %"]
+    yield from absent(page, gpu_tables.all_tables(), at_least=14)
+    whole, selected = gpu_tables.room()["default"], gpu_tables.room()["10 %"]
     sentence = f"{whole:.1f} bytes for each of its parameters for messages, {selected:.1f} at 10 %"
-    yield from without(page, sentence, tables.launches())
-    counts: Any = importlib.import_module("benchmarks.gpu.counts")
+    yield from without(page, sentence, gpu_tables.launches())
     for row in recorded("gpu_counts")["rows"]:
-        if (row["method"], row["carrier"]) == COUNTED and row["commit"] != tables.BEFORE:
+        if (row["method"], row["carrier"]) == COUNTED and row["commit"] != gpu_tables.BEFORE:
             (found,) = counts.everywhere(counts.RANKS, 36, *([one] for one in COUNTED))
             shown = {part: row[part] for part in found}
             yield from different("gpu_counts.json", shown, found)
 
 
 def linear() -> Faults:
-    report: Any = importlib.import_module("benchmarks.linear.report")
-    lines = (line for line in report.all_tables() if line.startswith("|"))
+    lines = (line for line in linear_report.all_tables() if line.startswith("|"))
     yield from absent("docs/records/linear.md", lines, at_least=45)
 
 
 def optimizers() -> Faults:
-    norms: Any = importlib.import_module("benchmarks.training.norms")
     page = "docs/how-to/optimizers.md"
     yield from absent(page, norms.all_tables())
     shapes = {name: list(model()) for name, model in norms.MODELS.items()}
@@ -347,9 +341,8 @@ def optimizers() -> Faults:
 def papers() -> Faults:
     """Compare the cells that are ours with the records, row by row, and the tables."""
     page = "docs/records/papers.md"
-    report: Any = importlib.import_module("benchmarks.pages.papers")
-    yield from absent(page, filter(None, report.all_tables()), at_least=60)
-    for paper, ours in report.PAPERS.items():
+    yield from absent(page, filter(None, papers_report.all_tables()), at_least=60)
+    for paper, ours in papers_report.PAPERS.items():
         section = text_of(page).split(f"\n## {paper}\n")[1].split("\n## ")[0]
         rows = [line for line in section.splitlines() if line.startswith("| [")]
         for line, (figure, shown, record) in zip_longest(rows, ours(), fillvalue=("",) * 3):
@@ -359,7 +352,6 @@ def papers() -> Faults:
 
 def plan() -> Faults:
     page = "docs/how-to/choose.md"
-    plans: Any = importlib.import_module("benchmarks.pages.plans")
     yield from absent(page, plans.answers())
     rows = recorded("core_time")["rows"]
     took = {row["name"]: row["core_ns"] for row in rows if row["ranks"] == 4}
@@ -404,8 +396,7 @@ def schedule() -> Faults:
 
 
 def two_tiers() -> Faults:
-    report: Any = importlib.import_module("benchmarks.network.two_tiers_report")
-    yield from absent("docs/records/two-tiers.md", report.tables())
+    yield from absent("docs/records/two-tiers.md", two_tiers_report.tables())
 
 
 CHECKS: tuple[Callable[[], Faults], ...] = (

@@ -7,16 +7,15 @@ prints all of it. What the papers show, and how ours is made, stands on the page
 
 from __future__ import annotations
 
-import importlib
-import json
 import math
 from collections.abc import Iterator, Sequence
 from statistics import mean, median
 from typing import Any, NamedTuple
 
+from benchmarks.network import commlib_report as report
 from benchmarks.network import papers_models as models
 from benchmarks.pages.tables import over_seeds, table
-from benchmarks.record import RESULTS, Row, shown_of
+from benchmarks.record import Row, recorded, shown_of
 from sparcel.tools.analysis import expected_nnz
 
 
@@ -57,7 +56,7 @@ def sparcml() -> Iterator[Ours]:
     yield Ours("Figure 3", fastest, "bench_8_nodes_1gbit")
     rates = {
         (row["set"], row["algorithm"]): median(row["networks"]["Gigabit Ethernet"]["seconds"])
-        for row in _rows("linear_rates")
+        for row in shown_of("linear_rates")
         if row["ranks"] == 8
     }
     faster = " and ".join(
@@ -66,14 +65,14 @@ def sparcml() -> Iterator[Ours]:
     )
     yield Ours("Table 2", f"{faster}, on sets that stand in", "linear_rates")
     gathers: dict[str, list[float]] = {}
-    for row in _rows("linear_scd"):
+    for row in shown_of("linear_scd"):
         if row["nodes"] == 8:
             gathers.setdefault(row["gather"], []).append(row["seconds"])
     ratio = median(gathers["dense"]) / median(gathers["sparse"])
     yield Ours("Section 8.2, coordinate descent", f"{ratio:.1f}×", "linear_scd")
     epochs = {
         row["solver"]: row["iteration_seconds"] * row["iterations_an_epoch"]
-        for row in _rows("linear_spark")
+        for row in shown_of("linear_spark")
         if row["nodes"] == 8
     }
     ratio = epochs["Spark MLlib, mini-batch SGD"] / epochs["sparcel, SGD"]
@@ -118,7 +117,7 @@ def scalecom() -> Iterator[Ours]:
 
 def oktopk() -> Iterator[Ours]:
     """Yield what is ours of Ok-Topk."""
-    scale = json.loads((RESULTS / "scale.json").read_text())
+    scale = recorded("scale")
     words = "; ".join(
         f"P = {row['ranks']}: {row['bytes'] / 4 / scale['count']:.1f}k"
         for row in scale["rows"]
@@ -144,7 +143,6 @@ def oktopk() -> Iterator[Ours]:
 
 def commlib() -> Iterator[Ours]:
     """Yield what is ours of CommLib."""
-    report: Any = importlib.import_module("benchmarks.network.commlib_report")
     rows = report.recorded()
     waits = " and ".join(
         f"{name} {_percent(1 - parts['computing'] / sum(parts.values()))}"
@@ -152,7 +150,7 @@ def commlib() -> Iterator[Ours]:
         for parts in [report.step_parts(report.warm(row, 12))]
     )
     yield Ours("Figure 1", f"not computing, 12 pixels: {waits}", "commlib")
-    normal = next(row for row in _rows("selectors") if row["distribution"] == "normal")
+    normal = next(row for row in shown_of("selectors") if row["distribution"] == "normal")
     mine, exact = (
         next(one for one in normal["selectors"] if one["selector"].startswith(name))
         for name in ("MSTopK", "ExactTopK")
@@ -160,7 +158,7 @@ def commlib() -> Iterator[Ours]:
     times = f"{mine['select_ms'] / exact['select_ms']:.1f}× the time of our exact one on a core"
     yield Ours("Figure 6", f"{times}, {_percent(mine['overlap'])} the same", "selectors")
     tiers: dict[str, list[float]] = {}
-    for row in _rows("two_tiers"):
+    for row in shown_of("two_tiers"):
         tiers.setdefault(row["method"], []).append(row["ms"])
     best = tiers.pop("HiTopKComm")
     slower = ", ".join(
@@ -169,18 +167,18 @@ def commlib() -> Iterator[Ours]:
         for ratios in [[one / least for one, least in zip(own, best, strict=True)]]
     )
     yield Ours("Figure 7", f"of its time: {slower}", "two_tiers")
-    shares = [row["parts_ms"][0] / sum(row["parts_ms"]) for row in _rows("two_tiers_steps")]
+    shares = [row["parts_ms"][0] / sum(row["parts_ms"]) for row in shown_of("two_tiers_steps")]
     inside = _percent(min(shares), max(shares))
     yield Ours("Figure 8", f"{inside} in the reduce-scatter inside", "two_tiers_steps")
     gains: dict[str, list[float]] = {}
-    for row in _rows("data_cache"):
+    for row in shown_of("data_cache"):
         if row["loader"] == "2 forked, persistent":
             ratio = min(row["plain_s"]) / min(row["cached_s"][1:])
             gains.setdefault(row["work"], []).append(ratio)
     read, trained = gains["reading"], gains["training"]
     reads = f"{min(read):.0f} to {max(read):.0f}×"
     yield Ours("Figure 9", f"{reads}, {min(trained):.1f} to {max(trained):.1f}×", "data_cache")
-    norms = {row["model"]: row for row in _rows("norms_lab")}
+    norms = {row["model"]: row for row in shown_of("norms_lab")}
     shared = ", ".join(
         f"{name} {norms[name]['everyone_ms']:.0f} to {norms[name]['parallel_ms']:.0f} ms"
         for name in ("ResNet-50", "transformer")
@@ -224,13 +222,9 @@ def _percent(*shares: float) -> str:
     return f"{' to '.join(f'{100 * share:.0f}' for share in shares)} %"
 
 
-def _rows(name: str) -> list[Row]:
-    return shown_of(name)
-
-
 def _bench() -> dict[float, dict[str, float]]:
     """Return median seconds over Gloo, by density and algorithm."""
-    record = json.loads((RESULTS / "bench_8_nodes_1gbit.json").read_text())
+    record = recorded("bench_8_nodes_1gbit")
     found: dict[float, dict[str, float]] = {}
     for cell in record["cells"]:
         if cell["engine"] == "gloo":
@@ -243,20 +237,20 @@ def _over_dense(method: str, name: str = "convergence", **setting: Any) -> str:
     """Return the points of accuracy on `images` over dense training with the same seeds."""
     setting = {"ranks": 8, "batch": 64} | setting
     place = {key: value for key, value in setting.items() if key != "density"}
-    every = [*_rows("convergence"), *_rows("convergence_sweeps")]
+    every = [*shown_of("convergence"), *shown_of("convergence_sweeps")]
     dense = {
         row["seed"]: row["accuracy"]
         for row in every
         if row["task"] == "images" and row["method"] == "dense" and place.items() <= row.items()
     }
     wanted = {"task": "images", "method": method, **setting}
-    runs = [row for row in _rows(name) if wanted.items() <= row.items()]
+    runs = [row for row in shown_of(name) if wanted.items() <= row.items()]
     return over_seeds([100 * (row["accuracy"] - dense[row["seed"]]) for row in runs], 1)
 
 
 def _recipe(recipe: str) -> str:
     """Return the points of accuracy of a paper's recipe over dense training, same seeds."""
-    rows = _rows("papers_recipes")
+    rows = shown_of("papers_recipes")
     key = ("batch", "steps", "seed")
     dense = {tuple(row[one] for one in key): row for row in rows if row["method"] == "dense"}
     runs = [row for row in rows if row["recipe"] == recipe and row["method"] != "dense"]
@@ -265,7 +259,7 @@ def _recipe(recipe: str) -> str:
 
 
 def _signals() -> list[Row]:
-    return [row for row in _rows("signals") if row["task"] == "images"]
+    return [row for row in shown_of("signals") if row["task"] == "images"]
 
 
 def _growth() -> dict[str, dict[str, list[float]]]:
@@ -293,7 +287,7 @@ def _betas(looks: dict[str, float]) -> Sequence[str]:
 
 def _balanced() -> tuple[Sequence[float], Sequence[float]]:
     """Return how many times as fast balanced regions reduce, and evened blocks are gathered."""
-    rows = {(row["ranks"], row["regions"], row["blocks"]): row for row in _rows("balancing")}
+    rows = {(row["ranks"], row["regions"], row["blocks"]): row for row in shown_of("balancing")}
     ranks = sorted({one for one, *_ in rows})
     reduce, gather = (
         [rows[one, *slow][what] / rows[one, *fast][what] for one in ranks]
@@ -311,7 +305,7 @@ def balancing_table() -> Iterator[str]:
     def shown(row: Row, phase: str) -> str:
         return f"{row[f'{phase}_ms']:.1f} ms, {row[f'{phase}_bytes'] / 1e3:.0f} kB"
 
-    rows = _rows("balancing")
+    rows = shown_of("balancing")
     pairs = zip(rows[::2], rows[1::2], strict=True)  # direct, evened
     return table(
         ("P", "regions", "reduce", "gather, direct", "gather, evened"),

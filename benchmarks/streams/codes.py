@@ -9,17 +9,14 @@ choice of coordinates, ``value_bits`` count scales. A message that travels dense
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from benchmarks.machine import machine
-from benchmarks.record import RESULTS, Row, write
+from benchmarks.record import RESULTS, Row, machine, options, show, write
 from sparcel import SparseStream
 from sparcel.core.formats import Format, decode, format_named
 
@@ -29,18 +26,10 @@ FORMATS = ("raw", "packed", "packed:bfloat16", "packed:8", "packed:4", "packed:2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--output", type=Path, default=RESULTS / "codes.json")
-    given = parser.parse_args()
+    given = options(__doc__, repeats=15, output=RESULTS / "codes.json")
     torch.set_num_threads(1)
     rows = [row for density in DENSITIES for row in measured(density, given.repeats)]
-    for row in rows:
-        print(
-            f"{row['density']:6.1%} {row['format']:16} {row['index_bits']:5.2f} index bits"
-            f" (entropy {row['entropy']:.2f}), {row['value_bits']:5.2f} value bits,"
-            f" encode {row['encode_ns']:.2f} + decode {row['decode_ns']:.2f} ns an entry"
-        )
+    show(rows)
     write(given.output, machine(), rows)
 
 

@@ -13,9 +13,7 @@ from itertools import product
 import torch
 
 import sparcel
-from benchmarks.machine import machine
-from benchmarks.record import RESULTS, Row, show, write
-from benchmarks.rules import rule_of
+from benchmarks.record import RESULTS, Row, machine, rule_of, show, write
 from sparcel.core.comm import Communicator
 
 RANKS, SIZE, STEPS, EVERY = 8, 1 << 14, 200, 50

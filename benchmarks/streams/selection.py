@@ -14,7 +14,6 @@ their overlap with the exact set.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.machine import machine
+from benchmarks.record import machine, options, show, write
 from benchmarks.streams.paper_selectors import DoubleSampling, GaussianK
 from sparcel import _cpu
 from sparcel.core import kernels
@@ -219,36 +218,13 @@ def measure_selectors(name: str, x: Tensor, repeats: int) -> dict[str, Any]:
     return {"distribution": name, "selectors": rows}
 
 
-def print_selectors(row: dict[str, Any]) -> None:
-    """Print one vector's table of selectors."""
-    columns = f"{'k':>8}{'selected':>10}{'overlap':>9}{'select ms':>11}{'take ms':>9}"
-    print(f"\n{row['distribution']:46}{columns}")
-    for each in row["selectors"]:
-        print(
-            f"  {each['selector']:44}{each['k']:8}{each['selected']:10}{each['overlap']:9.4f}"
-            f"{each['select_ms']:11.2f}{each['take_ms']:9.2f}"
-        )
-
-
-def print_row(row: dict[str, Any], isas: list[str]) -> None:
-    """Print one vector's table: times, and ratios to the copy."""
+def print_row(row: dict[str, Any]) -> None:
+    """Print one vector's times, as multiples of the copy's too, and what follows from them."""
     medians = row["median_ms"]
-    copy = medians["copy"]
-    print(f"\n{row['distribution']}: copy {copy:.2f} ms")
-    print(f"  {'':18}" + "".join(f"{isa:>18}" for isa in isas) + f"{'torch.topk':>18}   (× copy)")
-    names = [name.removeprefix(isas[0] + " ") for name in medians if name.startswith(isas[0])]
-    for name in names:
-        cells = [medians[f"{isa} {name}"] for isa in isas]
-        if name.startswith("topk"):
-            cells.append(medians[f"torch.{name}"])
-        print(f"  {name:18}" + "".join(f"{ms:9.2f} {ms / copy:7.2f}×" for ms in cells))
-    ratios = "".join(f"{row['chunks_over_global'][isa]:17.2f}×" for isa in isas)
-    print(f"  {'chunks / global':18}{ratios}")
-    gains = row["two_threads_gain"]
-    cells = ", ".join(f"{name} {gain:.2f}" for name, gain in gains.items())
-    least = min(gain for name, gain in gains.items() if name != "read")
-    print(f"  a second thread gains: {cells}; least / read {least / gains['read']:.2f}")
-    print(f"  {'#wrong':18}" + "".join(f"{row['wrong_entries'][isa]:18d}" for isa in isas))
+    print(f"\n{row['distribution']}")
+    show({"call": call, "ms": ms, "× copy": ms / medians["copy"]} for call, ms in medians.items())
+    for name in ("chunks_over_global", "two_threads_gain", "wrong_entries"):
+        print(f"{name}: {row[name]}")
 
 
 def print_spread(rows: list[dict[str, Any]], isas: list[str]) -> None:
@@ -267,12 +243,7 @@ def print_spread(rows: list[dict[str, Any]], isas: list[str]) -> None:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", type=int, default=25_000_000, help="entries of a vector")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--selectors", action="store_true", help="measure all selectors instead")
-    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
-    arguments = parser.parse_args()
+    arguments = options(__doc__, size=25_000_000, repeats=15, selectors=False, output=Path)
     torch.manual_seed(0)
     torch.set_num_threads(1)
     best = _cpu.isa()
@@ -283,15 +254,15 @@ def main() -> None:
     for name, x in vectors(arguments.size):
         if not arguments.selectors:
             rows.append(measure(name, x, isas, arguments.repeats))
-            print_row(rows[-1], isas)
+            print_row(rows[-1])
         elif name in SMOOTH:
             rows.append(measure_selectors(name, x, arguments.repeats))
-            print_selectors(rows[-1])
+            show({"distribution": name, **one} for one in rows[-1]["selectors"])
     if not arguments.selectors:
         print_spread(rows, isas)
     if arguments.output:
-        content = {"machine": machine(), "size": arguments.size, "threads": 1, "rows": rows}
-        arguments.output.write_text(json.dumps(content, indent=1) + "\n")
+        origin = {"machine": machine(), "size": arguments.size, "threads": 1}
+        write(arguments.output, origin, rows)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
-from benchmarks.machine import machine
-from benchmarks.record import RESULTS, Row, write
+from benchmarks.record import RESULTS, Row, machine, show, write
 
 WIDTHS, BATCH, STEPS, WARM_UP = (512, 1024, 2048, 4096), 64, 41, 5
 WIDEST_MUON = 1024
@@ -85,11 +84,7 @@ def main() -> None:
         if optimizer != "Muon" or width <= WIDEST_MUON
     ]
     write(RESULTS / "ahead_cost.json", machine(), rows)
-    for one in rows:
-        times = ", ".join(
-            f"{name} {one[name]:.2f}" for name in one if name.endswith(("_ms", "_ns"))
-        )
-        print(f"{one['parameters']:,} {one['optimizer']}: {times}")
+    show(rows)
     dist.destroy_process_group()
 
 

@@ -20,7 +20,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RESULTS, Row, parser_for, run_all
+from benchmarks.record import RESULTS, Row, among, run_all, runs_told
 from benchmarks.streams.paper_selectors import GaussianK
 from benchmarks.training.task_training import Method, train
 from benchmarks.training.tasks import TASKS
@@ -88,15 +88,16 @@ def trained(data: Path, method: str, density: float, **run: Any) -> Row:
 
 
 def main() -> None:
-    parser = parser_for(__doc__)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=SUITE)
-    parser.add_argument("--methods", nargs="+", choices=BY_LABEL, metavar="LABEL")
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds, from 0 on")
-    parser.add_argument("--causes", action="store_true", help="one protection switched off")
-    parser.add_argument("--density", type=float, help="instead of 1 %%")
-    parser.add_argument("--batch", type=int, help="instead of the task's")
-    parser.add_argument("--ranks", type=int, default=RANKS)
-    told = parser.parse_args()
+    told = runs_told(
+        __doc__,
+        tasks=among(TASKS, SUITE),
+        methods={"nargs": "+", "choices": BY_LABEL, "metavar": "LABEL"},
+        seeds=3,
+        causes=False,
+        density=float,
+        batch=int,
+        ranks=RANKS,
+    )
     usual = told.ranks == RANKS and set(told.tasks) <= set(SUITE)
     sweep = told.density or told.batch or not usual
     name = "convergence_sweeps" if sweep else "convergence"

@@ -25,8 +25,7 @@ from statistics import mean, median
 import torch
 
 from benchmarks.clock import Clock
-from benchmarks.machine import itself, machine
-from benchmarks.record import Row, show, write
+from benchmarks.record import Row, among, itself, machine, options, show, write
 from sparcel import scheme
 from sparcel.core import units
 from sparcel.core.schemes import SPARSER, Scheme
@@ -127,15 +126,16 @@ def on_processes(ranks: int, link: Link | None) -> list[Row]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--size", type=units.whole, default=5_000_000, help="parameters")
-    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=3, help="of a turn")
-    parser.add_argument("--rate", type=parse_rate, help="of the nodes' links; default: loopback")
-    parser.add_argument("--output", type=Path)
-    return parser.parse_args()
+    return options(
+        __doc__,
+        ranks=[4, 8],
+        size={"type": units.whole, "default": 5_000_000},
+        schemes=among(SCHEMES),
+        turns=7,
+        steps=3,
+        rate=parse_rate,
+        output=Path,
+    )
 
 
 def main() -> None:

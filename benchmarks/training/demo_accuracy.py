@@ -16,8 +16,7 @@ from statistics import mean
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.machine import machine
-from benchmarks.record import RESULTS
+from benchmarks.record import RESULTS, machine, options
 from sparcel.tools.lab import Loopback, run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "slow_network.py"
@@ -40,14 +39,9 @@ def trained(seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, help="as for the example; default: digits")
-    parser.add_argument("--seeds", type=int, default=5, help="number of seeds, from 0 on")
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--density", type=float, default=0.01)
-    arguments = parser.parse_args()
-    origin, name = machine(), arguments.data.stem if arguments.data else "digits"
-    origin["command"] = origin["command"].replace(str(arguments.data), name)
+    arguments = options(__doc__, data=Path, seeds=5, steps=120, density=0.01)
+    name = arguments.data.stem if arguments.data else "digits"
+    origin = machine(**{name: arguments.data})
     seeds = range(arguments.seeds)
     runs = [trained(seed, arguments) for seed in seeds]
     rows = [row for one in runs for row in one["methods"]]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 import sparcel
-from benchmarks.record import Row, parser_for, run_all
+from benchmarks.record import Row, among, grid, run_all, runs_told
 from benchmarks.training.task_training import Method, Run, evaluate
 from benchmarks.training.tasks import TASKS
 from sparcel.core.comm import Communicator
@@ -82,17 +81,25 @@ def train(
 
 
 def main() -> None:
-    parser = parser_for(__doc__, "flush")
-    parser.add_argument("--task", nargs="+", choices=TASKS, default=["images"])
-    parser.add_argument("--lars", action="store_const", const=[True], default=[False])
-    parser.add_argument("--density", nargs="+", type=float, default=[0.01, 0.001])
-    parser.add_argument("--switch", nargs="+", type=float, default=[0.5])
-    parser.add_argument("--steps", nargs="+", type=int, default=[0, 1, 16, 64, 256])
-    parser.add_argument("--seed", nargs="+", type=int, default=[0])
-    told = parser.parse_args()
-    names = ("task", "lars", "density", "switch", "steps", "seed")
-    every = product(*(getattr(told, name) for name in names))
-    run_all(told, train, (dict(zip(names, job, strict=True)) for job in every))
+    told = runs_told(
+        __doc__,
+        "flush",
+        tasks=among(TASKS, ["images"]),
+        lars={"action": "store_const", "const": [True], "default": [False]},
+        densities=[0.01, 0.001],
+        switches=[0.5],
+        steps=[0, 1, 16, 64, 256],
+        seeds=[0],
+    )
+    jobs = grid(
+        task=told.tasks,
+        lars=told.lars,
+        density=told.densities,
+        switch=told.switches,
+        steps=told.steps,
+        seed=told.seeds,
+    )
+    run_all(told, train, jobs)
 
 
 if __name__ == "__main__":

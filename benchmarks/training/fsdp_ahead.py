@@ -10,7 +10,6 @@ an average rank. A figure is the median over `STEPS` steps, after `WARM_UP` step
 
 from __future__ import annotations
 
-import argparse
 import os
 from dataclasses import replace
 from functools import partial
@@ -21,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.clock import Clock, Timed
-from benchmarks.machine import machine
-from benchmarks.record import Row, network, show, write
+from benchmarks.record import Row, machine, network, options, show, write
 from benchmarks.training.fsdp import SHAPE
 from benchmarks.training.fsdp_model import METHODS, TOPK, Replica, mesh_of_nodes, random_batches
 from sparcel.core.comm import resolve
@@ -55,9 +53,7 @@ def rows_of_turns() -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = options(__doc__, output=Path)
     torch.set_num_threads(1)  # the ranks share the cores
     dist.init_process_group("gloo")
     rows = rows_of_turns()

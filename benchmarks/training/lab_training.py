@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 
@@ -27,8 +26,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
-from benchmarks.record import Row, left_of, origin_of, write
-from benchmarks.training.peers import register
+from benchmarks.record import NEEDED, Row, add, among, left_of, machine, options
+from benchmarks.training.frontier import register
 from benchmarks.training.task_training import Method, Run, evaluate
 from benchmarks.training.tasks import TASKS, batches, loss_of
 from sparcel.core.schemes import SPARSER, Settings
@@ -107,15 +106,16 @@ def trained(arguments: argparse.Namespace, label: str) -> Row:
 
 def main() -> None:
     """Train with each method, and write the rows from rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("data", type=Path, help="folder that holds the tasks' folders")
-    parser.add_argument("--task", choices=TASKS, default="speech")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help=f"{POINTS} or more; default: the task's")
-    parser.add_argument("--network", default="100mbit", help="what the lab was told, to record it")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    parser.add_argument("--output", type=Path, required=True)
-    arguments = parser.parse_args()
+    arguments = options(
+        __doc__,
+        "data",
+        task={"choices": TASKS, "default": "speech"},
+        seed=0,
+        steps=int,
+        network="100mbit",
+        methods=among(METHODS),
+        output=NEEDED,
+    )
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     training = {
@@ -125,18 +125,17 @@ def main() -> None:
         "steps": arguments.steps or TASKS[arguments.task].steps,
     }
     jobs = ({**training, "method": label} for label in arguments.methods)
-    (rows, left), origin = left_of(arguments.output, jobs), origin_of(arguments.data)
+    (rows, left), origin = left_of(arguments.output, jobs), machine(DATA=arguments.data)
     dist.barrier()  # all have read what rank 0 will write
     for job in left:
         row = {**job, **trained(arguments, job["method"])}
-        rows.append({**row, "commit": origin["commit"], "date": origin["date"]})
         if dist.get_rank() == 0:
             print(
                 f"{row['task']}, {row['method']}: {row['train_seconds'][-1]:.0f} s,"
                 f" {row['accuracy']:.2%}, loss {row['loss']:.4f}",
                 flush=True,
             )
-            write(arguments.output, origin, rows)
+            add(arguments.output, origin, rows, row)
     dist.destroy_process_group()
 
 

@@ -20,7 +20,7 @@ from torch.optim import Muon
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 import sparcel
-from benchmarks.record import Row, parser_for, run_all
+from benchmarks.record import Row, among, run_all, runs_told
 from benchmarks.training.models import Words
 from benchmarks.training.task_training import Method, Run, evaluate
 from benchmarks.training.tasks import TASKS, Task
@@ -108,11 +108,7 @@ def trained(data: Path, way: str, density: float, seed: int) -> Row:
 
 
 def main() -> None:
-    parser = parser_for(__doc__, "muon")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--densities", nargs="+", type=float, default=[0.1])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    told = parser.parse_args()
+    told = runs_told(__doc__, "muon", ways=among(WAYS), densities=[0.1], seeds=[0, 1, 2])
     jobs = [
         {"way": way, "density": 1.0 if way == "dense" else density, "seed": seed}
         for seed, density, way in product(told.seeds, told.densities, told.ways)

@@ -35,9 +35,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.clock import Clock
-from benchmarks.machine import machine
 from benchmarks.pages.tables import table
-from benchmarks.record import RESULTS, Row, rows_of, write
+from benchmarks.record import Row, machine, rows_of, show, write
 from sparcel import simulate
 from sparcel.core import cost, kernels
 from sparcel.core.comm import Communicator, Network, SimulatedCommunicator, resolve
@@ -215,26 +214,6 @@ def on_ranks(comm: Communicator, rounds: int) -> Iterator[Row]:
         yield row(model, comm.size, times, chosen=by_measured, chosen_by_default=by_default)
 
 
-COLUMNS = ("model", "ranks", "network", "every rank", "shared", "speedup", "chosen")
-
-
-def tabled(rows: list[Row]) -> Iterator[str]:
-    """Yield rows as a table."""
-    cells = (
-        (
-            one["model"],
-            str(one["ranks"]),
-            one.get("network", ""),
-            f"{one['everyone_ms']:.3g} ms",
-            f"{one['parallel_ms']:.3g} ms",
-            f"{one['speedup']:.2f}×",
-            "shared" if one["chosen"] else "every rank",
-        )
-        for one in rows
-    )
-    return table(COLUMNS, cells)
-
-
 RECORDS = {"simulated": "", "2_cores": "one machine", "lab": "lab, 1 Gbit/s"}
 """The records, and the networks of those whose rows name none."""
 
@@ -243,7 +222,7 @@ def all_tables() -> Iterator[str]:
     """Yield the lines of docs/how-to/optimizers.md's table: a row for each network."""
     cells: dict[tuple[str, str], list[str]] = {}
     for name, network in RECORDS.items():
-        for one in rows_of(RESULTS / f"norms_{name}.json"):
+        for one in rows_of(f"norms_{name}"):
             times = f"{one['everyone_ms']:.3g} → {one['parallel_ms']:.3g} ms"
             place = str(one["ranks"]), one.get("network", network)
             cells.setdefault(place, []).append(f"**{times}**" if one["chosen"] else times)
@@ -271,7 +250,7 @@ def main() -> None:
         dist.destroy_process_group()
         if comm.rank:
             return
-    print("\n".join(tabled(rows)))
+    show(rows)
     if told.output is not None:
         write(told.output, {**machine(), "rounds": told.rounds}, rows)
 

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 
 import sparcel
-from benchmarks.record import Row, parser_for, run_all
+from benchmarks.record import Row, among, grid, run_all, runs_told
 from benchmarks.training.task_training import Method, Run, evaluate
 from benchmarks.training.tasks import TASKS
 from sparcel.core.comm import Communicator
@@ -137,22 +136,18 @@ def train(data: Path, recipe: str, method: str, seed: int, steps: int) -> Row:
 
 
 def main() -> None:
-    parser = parser_for(__doc__, "papers_recipes")
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=["oktopk", "scalecom"])
-    parser.add_argument("--methods", nargs="+", default=["dense", "recipe"])
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds, from 0 on")
-    parser.add_argument("--steps", type=int, help="default: as many samples as in convergence.py")
-    told = parser.parse_args()
+    told = runs_told(
+        __doc__,
+        "papers_recipes",
+        recipes=among(RECIPES, ["oktopk", "scalecom"]),
+        methods=["dense", "recipe"],
+        seeds=3,
+        steps=int,
+    )
     samples = TASKS[TASK].steps * TASKS[TASK].batch
-    jobs = [
-        {
-            "recipe": name,
-            "method": method,
-            "seed": seed,
-            "steps": told.steps or samples // RECIPES[name].batch,
-        }
-        for seed, name, method in product(range(told.seeds), told.recipes, told.methods)
-    ]
+    jobs = grid(seed=range(told.seeds), recipe=told.recipes, method=told.methods)
+    for job in jobs:
+        job["steps"] = told.steps or samples // RECIPES[job["recipe"]].batch
     run_all(told, train, jobs)
 
 

@@ -25,8 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
-from benchmarks.machine import machine
-from benchmarks.record import show, write
+from benchmarks.record import machine, options, show, write
 
 SCHEMES = ("topk", "gtopk", "oktopk")
 SCOPES = ("bucket", "model")
@@ -110,14 +109,9 @@ def measured(arguments: argparse.Namespace) -> dict[str, Figures]:
 
 def main() -> None:
     """Measure all rows, and write them from rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=64, help="samples a rank")
-    parser.add_argument("--density", type=float, default=0.01)
-    parser.add_argument("--steps", type=int, default=40, help="timed steps of each row")
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = options(
+        __doc__, layers=8, width=1024, batch=64, density=0.01, steps=40, output=Path
+    )
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rows = measured(arguments)

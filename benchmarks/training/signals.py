@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import combinations, product
+from itertools import combinations
 from pathlib import Path
 from statistics import mean
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import sparcel
-from benchmarks.record import Row, parser_for, run_all
+from benchmarks.record import Row, among, grid, run_all, runs_told
 from benchmarks.streams.paper_selectors import GaussianK
 from benchmarks.training.task_training import Method, Run, evaluate
 from benchmarks.training.tasks import TASKS, Task, loss_of
@@ -196,13 +196,8 @@ def _in_parts(values: Sequence[float], parts: int = 20) -> list[float]:
 
 
 def main() -> None:
-    parser = parser_for(__doc__, "signals")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["images", "characters"])
-    parser.add_argument("--seed", type=int, default=0)
-    told = parser.parse_args()
-    every = product(told.tasks, METHODS)
-    jobs = ({"task": task, "method": label, "seed": told.seed} for task, label in every)
-    run_all(told, watch, jobs)
+    told = runs_told(__doc__, "signals", tasks=among(TASKS, ["images", "characters"]), seed=0)
+    run_all(told, watch, grid(task=told.tasks, method=METHODS, seed=[told.seed]))
 
 
 if __name__ == "__main__":

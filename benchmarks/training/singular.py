@@ -11,7 +11,6 @@ compared along its singular vectors: by tenths of the values, the mean over the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 import sparcel
 from benchmarks.pages.tables import table
-from benchmarks.record import Row, parser_for, run_all
+from benchmarks.record import Row, grid, run_all, runs_told
 from benchmarks.training.convergence import RANKS
 from benchmarks.training.frontier import method_of
 from benchmarks.training.task_training import Method, Run
@@ -112,12 +111,8 @@ def errors_table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = parser_for(__doc__, "singular")
-    parser.add_argument("--runs", nargs="+", default=list(RUNS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    told = parser.parse_args()
-    jobs = [{"run": run, "seed": seed} for seed, run in product(told.seeds, told.runs)]
-    run_all(told, measured, jobs)
+    told = runs_told(__doc__, "singular", runs=list(RUNS), seeds=[0])
+    run_all(told, measured, grid(seed=told.seeds, run=told.runs))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import sparcel
-from benchmarks.rules import rule_of
+from benchmarks.record import rule_of
 from benchmarks.training.tasks import TASKS, Split, Task, batches, loss_of
 from sparcel.core.comm import Communicator
 from sparcel.core.rates import Rates
@@ -241,13 +241,7 @@ class Run:
 
     def update(self, step: int) -> None:
         """Let the optimiser change the model by its ``.grad``, which are the averages."""
-        if self.task.clip is not None:
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
-            self.clipped_steps += bool(norm > self.task.clip)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self.task.lr_at(step)
-            optimizer.step()
+        self.clipped_steps += self.task.update(self.model, self.optimizers, step)
 
     def smoothed(self, points: int = 50) -> list[float | None]:
         """Return the training loss as the means of equal parts of the training; None for NaN."""

@@ -126,6 +126,19 @@ class Task:
             torch.optim.AdamW(those(named.keys() - matrices), lr=self.lr, **self.adamw),
         ]
 
+    def update(
+        self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], step: int
+    ) -> bool:
+        """Change a model by its gradients, and tell whether they were clipped."""
+        clipped = False
+        if self.clip is not None:
+            clipped = bool(nn.utils.clip_grad_norm_(model.parameters(), self.clip) > self.clip)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.lr_at(step)
+            optimizer.step()
+        return clipped
+
     def lr_at(self, step: int) -> float:
         ramp = max(1, self.steps // 20)
         left = (self.steps - step) / (self.steps - ramp)

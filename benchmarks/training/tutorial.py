@@ -15,8 +15,7 @@ from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
 
-from benchmarks.machine import machine
-from benchmarks.record import RESULTS, Row, write
+from benchmarks.record import RESULTS, Row, machine, write
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "compare.py"
 METHODS = ("dense", "bf16", "powersgd", "sparcel")

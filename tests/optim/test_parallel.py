@@ -144,9 +144,7 @@ def test_work_is_shared_where_the_cost_model_says_so(
 
 
 def test_ranks_share_in_all_recorded_settings_that_gain_by_it() -> None:
-    rows = [
-        row for name in norms.RECORDS for row in norms.rows_of(norms.RESULTS / f"norms_{name}.json")
-    ]
+    rows = [row for name in norms.RECORDS for row in norms.rows_of(f"norms_{name}")]
     for row in rows:
         shapes, rates = norms.MODELS[row["model"]](), None
         if "network" in row:

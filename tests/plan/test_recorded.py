@@ -5,8 +5,7 @@ from statistics import mean
 
 import pytest
 
-from benchmarks.record import RESULTS, Row, rows_of
-from benchmarks.rules import is_todays
+from benchmarks.record import RESULTS, Row, is_todays, rows_of
 from benchmarks.training.frontier_report import all_rows, usual_of
 from benchmarks.training.step_factors import step_factors
 from sparcel.core.schemes import ON_NODES, SEND_ALL, UNDER_MUON, Settings
