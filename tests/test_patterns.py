@@ -141,7 +141,7 @@ def test_rotation_has_one_sender_for_each_receiver_in_each_round() -> None:
 @pytest.mark.parametrize("size", [0, 1, 7, 300, 2**40 + 1])
 def test_regions_cover_the_vector_evenly(size: int) -> None:
     for ranks in range(1, 301):
-        cuts = patterns.regions(size, ranks)
+        cuts = patterns.cuts(size, ranks)
         lengths = [stop - start for start, stop in pairwise(cuts)]
         assert (cuts[0], cuts[-1], len(lengths)) == (0, size, ranks)
         assert max(lengths) - min(lengths) <= 1

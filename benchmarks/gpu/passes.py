@@ -20,7 +20,7 @@ from benchmarks.record import Row
 from sparcel.core import device, kernels
 from sparcel.core.formats import HEADER_BYTES, format_named, message_length
 from sparcel.core.kernels import Addition, Regions
-from sparcel.core.regions import phase
+from sparcel.core.regions import leg
 
 _AHEAD = 5_000_000
 """Cycles for which a GPU is kept busy before a call, so that the host is ahead: about 3 ms."""
@@ -137,8 +137,8 @@ class Exchange:
 
     addition: Addition
     out: Tensor
-    up: kernels.Phase
-    down: kernels.Phase
+    up: kernels.Leg
+    down: kernels.Leg
 
     def __post_init__(self) -> None:
         to_others = kernels.enter(self.addition, self.up, 0, 0).messages
@@ -156,12 +156,12 @@ class Exchange:
         """Return one of the exchanges of a vector."""
         size = memory.numel()
         regions = Regions.of(size, RANKS)
-        phases = (
-            phase(regions, ((size, density),), format_named(format), torch.float32)
+        legs = (
+            leg(regions, ((size, density),), format_named(format), torch.float32)
             for density, format in EXCHANGES[name]
         )
         scratch, out = torch.empty_like(memory), torch.empty_like(memory)
-        return cls(Addition(memory, gradient, scratch), out, *phases)
+        return cls(Addition(memory, gradient, scratch), out, *legs)
 
     def enter(self) -> Any:
         """Do the first pass; return what it does."""

@@ -11,7 +11,7 @@ from sklearn.svm import LinearSVC
 
 from sparcel import simulate
 from sparcel.core.comm import Communicator
-from sparcel.core.patterns import regions
+from sparcel.core.patterns import cuts
 from sparcel.errors import InputError
 from sparcel.products.linear import coordinate_descent as scd_module
 from sparcel.products.linear.coordinate_descent import Scd, draws
@@ -254,7 +254,7 @@ def test_bytes_are_those_of_the_messages():
         epoch = scd.epoch()
         sent = comm.traffic.bytes_sent - before
         assert epoch.volume == pytest.approx(sent, rel=0.1)
-        slices = np.array(regions(len(scd.values), ranks))
+        slices = np.array(cuts(len(scd.values), ranks))
         return sent, slices, draws(0, 0, slices, scd.steps)
 
     for sent, slices, drawn in simulate(ranks, run).results:

@@ -1,4 +1,4 @@
-"""Regions are blocks one after another, and phases ask for shares of them."""
+"""Regions are blocks one after another, and legs ask for shares of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from sparcel.core.formats import RAW, format_named
 from sparcel.core.kernels.definitions.regions import sampled_places, sampled_threshold
-from sparcel.core.kernels.phase import LARGEST_BLOCK, SMALLEST_BLOCK
-from sparcel.core.regions import Regions, phase
+from sparcel.core.kernels.regions import LARGEST_BLOCK, SMALLEST_BLOCK
+from sparcel.core.regions import Regions, leg
 from tests.kernels.paths import Case
 from tests.regions.made import KINDS, SIZES, ranges
 
@@ -70,7 +70,7 @@ def test_a_phase_asks_for_the_shares_of_each_region(
     regions, format = Regions.of(size, ranks), format_named(name)
     densities = st.sampled_from([0.001, 0.1, 0.5, 1.0])
     shares = tuple((stop, data.draw(densities)) for _, stop in data.draw(ranges(size)))
-    made = phase(regions, shares, format, torch.float32)
+    made = leg(regions, shares, format, torch.float32)
     asked = 0
     for rank in range(ranks):
         mine, first, wanted = owned(regions, rank), 0, 0.0
@@ -94,8 +94,8 @@ def test_a_phase_asks_for_the_shares_of_each_region(
 def test_shares_of_all_travel_dense() -> None:
     regions = Regions.of(10_000, 3)
     for format in (RAW, format_named("packed:4")):
-        assert phase(regions, ((10_000, 1.0),), format, torch.float32).dense
-        assert not phase(regions, ((10_000, 0.1),), format, torch.float32).dense
+        assert leg(regions, ((10_000, 1.0),), format, torch.float32).dense
+        assert not leg(regions, ((10_000, 0.1),), format, torch.float32).dense
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6))

@@ -14,7 +14,7 @@ from sparcel import simulate
 from sparcel.core import formats, kernels
 from sparcel.core.comm import SimulatedCommunicator
 from sparcel.core.formats import HEADER_BYTES, Expected, Format, format_named
-from sparcel.core.regions import RETURNED, Phase, Regions, phase
+from sparcel.core.regions import RETURNED, Leg, Regions, leg
 from sparcel.errors import CommunicationError, FormatError
 from tests.kernels.paths import Case, isas, using
 from tests.regions.made import Steps, passes
@@ -31,8 +31,8 @@ class Owner:
 
     def __init__(self, size: int, format: Format, density: float, kind: str = "normal") -> None:
         self.regions, self.format = Regions.of(size, RANKS), format
-        self.up = self._phase(density)
-        self.down = self._phase(min(1.0, RETURNED * density))
+        self.up = self._leg(density)
+        self.down = self._leg(min(1.0, RETURNED * density))
         self.scratch = [torch.empty(size) for _ in range(RANKS)]
         self.additions = [
             kernels.Addition(
@@ -53,8 +53,8 @@ class Owner:
     def _collected(self, rank: int, arrived: list[Tensor]) -> kernels.Collected:
         return kernels.collect(self.additions[rank], arrived, self.up, self.down, rank, STEP)
 
-    def _phase(self, density: float) -> Phase:
-        return phase(self.regions, ((self.regions.size, density),), self.format, torch.float32)
+    def _leg(self, density: float) -> Leg:
+        return leg(self.regions, ((self.regions.size, density),), self.format, torch.float32)
 
     def collect(self, source: int, message: Tensor) -> kernels.Collected:
         """Collect what arrived, where one message is another; leave the vector as it was."""

@@ -72,7 +72,7 @@ LONG = {
     "bfloat16": Steps(2, 1_100_000, torch.bfloat16, returned=1, format="packed:8", threads=2),
     "nothing": Steps(2, 1_100_000, kind="zeros", threads=2, steps=1),
 }
-"""Vectors so long that all phases take two threads."""
+"""Vectors so long that all legs take two threads."""
 
 
 @pytest.mark.parametrize(("isa", "name"), meeting(ISAS, LONG, each=1))

@@ -10,7 +10,7 @@ from hypothesis import given
 
 from sparcel.core.cost import STEPS, Problem, count
 from sparcel.core.formats import Format, Header, format_named
-from sparcel.core.regions import Regions, phase
+from sparcel.core.regions import Regions, leg
 from tests.regions.made import Steps, cases, run
 
 
@@ -60,10 +60,8 @@ def test_no_step_exceeds_the_bounds_of_its_phases(
 ) -> None:
     case = Steps(4, 5000, kind=kind, format=format, returned=returned)
     regions, made = Regions.of(case.size, case.ranks), format_named(format)
-    up = phase(regions, ((case.size, 0.1),), made, torch.float32)
-    down = phase(
-        regions, ((case.size, 0.3 if returned is None else returned),), made, torch.float32
-    )
+    up = leg(regions, ((case.size, 0.1),), made, torch.float32)
+    down = leg(regions, ((case.size, 0.3 if returned is None else returned),), made, torch.float32)
     compiled = format.startswith("packed:")
     for rank, one in enumerate(run(case, compiled)):
         owners = [owner for owner in range(case.ranks) if owner != rank]

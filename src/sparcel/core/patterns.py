@@ -127,6 +127,6 @@ def rotation(rank: int, ranks: int) -> tuple[Round, ...]:
     return tuple([Round((rank + s) % ranks, (rank - s) % ranks, s) for s in range(1, ranks)])
 
 
-def regions(size: int, ranks: int) -> list[int]:
+def cuts(size: int, ranks: int) -> list[int]:
     """Return the P+1 boundaries of the regions: rank r owns ``[r·n // P, (r+1)·n // P)``."""
     return [rank * size // ranks for rank in range(ranks + 1)]

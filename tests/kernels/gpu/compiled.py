@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from sparcel.core import device, ops
 from sparcel.core.formats import format_named
 from sparcel.core.kernels import Addition, Regions, gpu
-from sparcel.core.regions import phase
+from sparcel.core.regions import leg
 
 ARCHITECTURE = 90  # that of the H100
 
@@ -71,7 +71,7 @@ def call_all() -> None:
         stops = tuple((regions.size * part // shares, 0.1) for part in range(1, shares + 1))
         (part, everything), (back, all_back) = (
             [
-                phase(regions, each, format_named(f"packed:{bits}"), torch.float32)
+                leg(regions, each, format_named(f"packed:{bits}"), torch.float32)
                 for each in (stops, ((regions.size, 1.0),))
             ]
             for bits in names

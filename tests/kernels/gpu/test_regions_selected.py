@@ -21,10 +21,10 @@ import triton.language as tl  # noqa: E402
 from sparcel import _cpu  # noqa: E402
 from sparcel.core import kernels  # noqa: E402
 from sparcel.core.formats import FewBits, Format, format_named  # noqa: E402
-from sparcel.core.kernels import Addition, Phase, Regions, gpu, row_bytes  # noqa: E402
+from sparcel.core.kernels import Addition, Leg, Regions, gpu, row_bytes  # noqa: E402
 from sparcel.core.kernels.definitions import packing  # noqa: E402
 from sparcel.core.kernels.gpu import _arrived, _message, _selected  # noqa: E402
-from sparcel.core.regions import phase  # noqa: E402
+from sparcel.core.regions import leg  # noqa: E402
 from tests.card import launches, moved, on_card  # noqa: E402
 from tests.kernels.paths import KINDS, Case  # noqa: E402
 from tests.strategies import same_bits  # noqa: E402
@@ -64,17 +64,15 @@ class Exchange:
 
     answer: str | Format = "packed:6"
 
-    def phase(
-        self, shares: tuple[tuple[int, float], ...], named: str | Format | None = None
-    ) -> Phase:
-        """Return a phase, in the format that goes up unless one is named."""
+    def leg(self, shares: tuple[tuple[int, float], ...], named: str | Format | None = None) -> Leg:
+        """Return a leg, in the format that goes up unless one is named."""
         regions, format = Regions.of(self.size, self.ranks), format_named(named or self.format)
-        return phase(regions, shares, format, torch.float32)
+        return leg(regions, shares, format, torch.float32)
 
     @property
-    def phases(self) -> tuple[Phase, Phase]:
-        """The phases up and down."""
-        return self.phase(self.up), self.phase(self.down, self.answer)
+    def legs(self) -> tuple[Leg, Leg]:
+        """The legs up and down."""
+        return self.leg(self.up), self.leg(self.down, self.answer)
 
     def vectors(self, rank: int) -> tuple[Tensor, Tensor]:
         """Return a rank's memory and gradient."""
@@ -101,7 +99,7 @@ class Left(NamedTuple):
 class Cpu:
     """The compiled passes of one rank."""
 
-    def __init__(self, case: Exchange, rank: int, up: Phase, down: Phase) -> None:
+    def __init__(self, case: Exchange, rank: int, up: Leg, down: Leg) -> None:
         self.case, self.rank, self.up, self.down = case, rank, up, down
 
     def enter(self) -> Left:
@@ -134,9 +132,9 @@ class Cpu:
         return entries, finite, wrong, out
 
 
-def rows_of(messages: Sequence[Tensor | None], phase: Phase) -> Tensor:
+def rows_of(messages: Sequence[Tensor | None], leg: Leg) -> Tensor:
     """Return messages as rows of a GPU, garbage behind them."""
-    rows = torch.full((len(messages), row_bytes(phase.bounds)), 0xA5, dtype=torch.uint8)
+    rows = torch.full((len(messages), row_bytes(leg.bounds)), 0xA5, dtype=torch.uint8)
     for row, message in zip(rows, messages, strict=True):
         if message is not None:
             row[: message.numel()] = message
@@ -163,7 +161,7 @@ def near(found: Tensor, expected: float, x: Tensor) -> bool:
 
 @st.composite
 def exchanges(draw: st.DrawFn) -> Exchange:
-    """Draw an exchange whose phases both select."""
+    """Draw an exchange whose legs both select."""
     size = draw(st.sampled_from(SIZES) | st.integers(0, 1500))
     inner = draw(st.sets(st.integers(0, size), max_size=3))
     densities = st.sampled_from([0.01, 0.1, 0.1, 0.3, 0.6, 0.9])
@@ -187,7 +185,7 @@ def exchanges(draw: st.DrawFn) -> Exchange:
         1024 if tile == 2048 else draw(st.sampled_from([2, 4])),
         draw(st.sampled_from(FORMATS)),
     )
-    assume(not any(one.dense for one in case.phases))
+    assume(not any(one.dense for one in case.legs))
     return case
 
 
@@ -204,7 +202,7 @@ def test_the_passes_have_the_bits_of_the_compiled_ones(
 ) -> None:
     """Each gets what the compiled pass before it made."""
     rank %= case.ranks
-    up, down = case.phases
+    up, down = case.legs
     others = [Cpu(case, one, up, down) for one in range(case.ranks)]
     left = [one.enter() for one in others]
     expected = left[rank]
@@ -286,7 +284,7 @@ def test_bad_messages_are_noticed_or_mean_what_they_mean_on_the_cpu(
     """The outgoing message of a rank that got one says that not all is finite."""
     shares = ((size, density),)
     case = Exchange(3, size, "normal", torch.float32, shares, shares, name, 1.0, 5, *tiles)
-    part = case.phase(shares)
+    part = case.leg(shares)
     assume(not part.dense)
     ranks = [Cpu(case, rank, part, part) for rank in range(3)]
     left = [one.enter() for one in ranks]
@@ -323,7 +321,7 @@ def test_bad_messages_are_noticed_or_mean_what_they_mean_on_the_cpu(
 def test_places_are_in_order_and_in_the_region(kind: str, density: float) -> None:
     """Places are repacked; ``filled`` sets a bit after those of a plain bitmap."""
     case = Exchange(2, 713, up=((713, density),), tile=64, chunks=2)
-    part = case.phase(case.up)
+    part = case.leg(case.up)
     made = Cpu(case, 0, part, part).enter().messages[1]
     assert made is not None
     size, count = made[16:32].clone().view(torch.int64).tolist()
@@ -355,7 +353,7 @@ def test_messages_longer_than_their_row_are_bad() -> None:
     """Even where the next row, which nobody else uses, holds the rest."""
     size = 700
     case = Exchange(2, size, up=((size, 0.1),), down=((size, 0.6),))
-    part, more = case.phases
+    part, more = case.legs
     message = Cpu(case, 0, more, more).enter().messages[1]
     at_most = row_bytes(part.bounds)
     assert message is not None
@@ -411,10 +409,10 @@ def test_layouts_of_the_longest_vectors_do_not_overflow(
 
 
 def test_a_step_takes_fourteen_launches_and_the_host_reads_nothing() -> None:
-    """What a phase decides is on the device from its first step on."""
+    """What a leg decides is on the device from its first step on."""
     shares = ((2000, 0.1), (5000, 0.2))
     case = Exchange(3, 5000, up=shares, down=shares)
-    part = case.phase(shares)
+    part = case.leg(shares)
     with on_card():
         memory, gradient = map(moved, case.vectors(1))
         addition = Addition(memory, gradient, torch.empty_like(memory), 0.5)

@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 
 from sparcel.core import device, kernels
 from sparcel.core.formats import HEADER_BYTES, FewBits, Format
-from sparcel.core.kernels import Addition, Entered, Phase, Regions, gpu
-from sparcel.core.regions import phase
+from sparcel.core.kernels import Addition, Entered, Leg, Regions, gpu
+from sparcel.core.regions import leg
 from tests.card import launches, moved, on_card, seen
 from tests.kernels import paths
 from tests.regions.made import DTYPES
@@ -53,27 +53,27 @@ class Case:
     answer: FewBits = ANSWER
 
     @property
-    def up(self) -> Phase:
-        """The phase in which everything travels up."""
+    def up(self) -> Leg:
+        """The leg in which everything travels up."""
         # An empty vector would not travel whole; its messages tell, and the passes do not ask.
         return replace(self.selecting(1.0), dense=True)
 
     @property
-    def down(self) -> Phase:
-        """The phase in which everything comes back."""
+    def down(self) -> Leg:
+        """The leg in which everything comes back."""
         return replace(self.answering(1.0), dense=True)
 
-    def selecting(self, density: float) -> Phase:
-        """Return the phase in which a share travels up."""
-        return self._phase(density, FewBits(self.bits, self.group))
+    def selecting(self, density: float) -> Leg:
+        """Return the leg in which a share travels up."""
+        return self._leg(density, FewBits(self.bits, self.group))
 
-    def answering(self, density: float) -> Phase:
-        """Return the phase in which a share comes back."""
-        return self._phase(density, self.answer)
+    def answering(self, density: float) -> Leg:
+        """Return the leg in which a share comes back."""
+        return self._leg(density, self.answer)
 
-    def _phase(self, density: float, values: FewBits) -> Phase:
+    def _leg(self, density: float, values: FewBits) -> Leg:
         regions = Regions(self.size, self.ranks, self.block)
-        return phase(regions, ((self.size, density),), Format("packed", values), torch.float32)
+        return leg(regions, ((self.size, density),), Format("packed", values), torch.float32)
 
     def addition(self, rank: int, place: str = "cpu") -> Addition:
         """Return what a rank adds up; its kind is that of its place among the kinds."""
@@ -107,7 +107,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-def rows_of(messages: Sequence[Tensor], like: Phase) -> Tensor:
+def rows_of(messages: Sequence[Tensor], like: Leg) -> Tensor:
     """Return messages as a GPU has them: in rows, with garbage where there is nothing."""
     length = -(-max(like.bounds) // 16) * 16
     generator = torch.Generator().manual_seed(0)
@@ -155,7 +155,7 @@ def close(found: float | Tensor, expected: float | Tensor, magnitude: float) -> 
     return not magnitude < 1e37 or abs(float(found) - expected) <= 1e-5 * magnitude
 
 
-def exchange(case: Case, up: Phase | None = None) -> tuple[list[Addition], list[Entered]]:
+def exchange(case: Case, up: Leg | None = None) -> tuple[list[Addition], list[Entered]]:
     """Let each rank enter what it has, by compiled passes; all travels ``up`` unless told."""
     additions = [case.addition(rank) for rank in range(case.ranks)]
     entered = [kernels.enter(it, up or case.up, rank, 0) for rank, it in enumerate(additions)]
@@ -313,20 +313,20 @@ def test_any_codes_and_scales_are_read_as_the_compiled_passes_do(
 @pytest.mark.skipif(DEVICE != "cpu", reason="the card stands for a GPU where there is none")
 def test_a_pass_takes_two_launches_and_waits_for_nothing() -> None:
     case = Case(3, 300, me=1)
-    phase, before = case.up, device.reads()
+    leg, before = case.up, device.reads()
     additions, entered = exchange(case)
-    it, rows = case.addition(1), rows_of(arrived(entered, 1), phase)
+    it, rows = case.addition(1), rows_of(arrived(entered, 1), leg)
     with on_card():
         mine = Addition(*map(moved, (it.memory, it.gradient, it.scratch)))
         came, out = moved(rows), moved(it.gradient)
         with launches() as enter:
-            found = kernels.enter(mine, phase, 1, 0)
+            found = kernels.enter(mine, leg, 1, 0)
         assert same_bits(seen(mine.scratch), additions[1].scratch)
         assert alike(seen(found.messages[0]), entered[1].messages[0])
         with launches() as collect:
-            kernels.collect(mine, came, phase, phase, 1, 0)
+            kernels.collect(mine, came, leg, leg, 1, 0)
         with launches() as deliver:
-            kernels.deliver(out, came, phase, DIVISOR)
+            kernels.deliver(out, came, leg, DIVISOR)
         for one in (enter, collect, deliver):
             assert (len(one.triton), one.torch, one.copies) == (2, [], [])
     assert device.reads() == before

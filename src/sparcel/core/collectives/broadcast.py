@@ -56,7 +56,7 @@ def broadcast(
             at_most = _largest(0 if packet is None else nbytes_of(packet.message), comm)
         if goes_whole(wire.size, at_most):
             return _down_tree(packet, wire, root, at_most, expected)
-        cuts = patterns.regions(at_most, wire.size)
+        cuts = patterns.cuts(at_most, wire.size)
         held = None if packet is None else whole(packet.message)
         message = _gather(_scatter(held, comm, root, cuts), comm, root, cuts)
         return wire.decode(root, [message], expected) if packet is None else packet.stream

@@ -64,7 +64,7 @@ def halving_doubling(
     Source: Rabenseifner's algorithm, as in Thakur, Rabenseifner and Gropp 2005, section 4.4.
     """
     powers = patterns.fold(wire.rank, wire.size).powers
-    boundaries = patterns.regions(stream.size, powers)
+    boundaries = patterns.cuts(stream.size, powers)
     total, bound = _fold(stream, wire, op, max_nnz)
     packets: list[Packet] = []
     if wire.rank < powers:

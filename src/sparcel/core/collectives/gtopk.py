@@ -83,6 +83,6 @@ def gathered_topk(
     if not device.truth(total.finite & finite_flag(total.values)):
         return GlobalTopk.void(stream)
     winners = total.largest(k)
-    start, stop = patterns.regions(stream.size, wire.size)[wire.rank : wire.rank + 2]
+    start, stop = patterns.cuts(stream.size, wire.size)[wire.rank : wire.rank + 2]
     region = total.slice(start, stop).placed(start, stream.size)
     return GlobalTopk(winners, region.without(winners))

@@ -227,7 +227,7 @@ def moves_to_even(counts: Sequence[int]) -> list[Move]:
     rank to itself.
     """
     ends = list(accumulate(counts))
-    targets = patterns.regions(ends[-1], len(counts))[1:]
+    targets = patterns.cuts(ends[-1], len(counts))[1:]
     cuts = sorted({0, *ends, *targets})
     return [
         Move(start, stop, bisect_right(ends, start), bisect_right(targets, start))
@@ -312,7 +312,7 @@ def direct_volume(lengths: Lengths, counts: Sequence[int], boundaries: Sequence[
 
 def evened_volume(lengths: Lengths, counts: Sequence[int]) -> float:
     """Return the worst rank's volume in `gather_evened` of ``counts`` entries a rank."""
-    cuts = patterns.regions(sum(counts), len(counts))
+    cuts = patterns.cuts(sum(counts), len(counts))
     traffic = _gather_traffic([lengths.sparse_message(hi - lo) for lo, hi in pairwise(cuts)])
     for start, stop, owner, target in moves_to_even(counts):
         if owner != target:

@@ -31,7 +31,7 @@ def reduce_scatter(
     Words a rank: at most 2k sent.
     Source: SparCML, section 5.3.2 (the split phase).
     """
-    boundaries = patterns.regions(stream.size, wire.size)
+    boundaries = patterns.cuts(stream.size, wire.size)
     return wire.compact(reduce_regions(stream, boundaries, wire, op, max_nnz), op)
 
 
@@ -69,7 +69,7 @@ def split_allgather(
     of few bits rounds in both phases: the values on their way to the owners, and the sums. Section
     6 rounds the second phase of DSAR alone, dense sums.
     """
-    boundaries = patterns.regions(stream.size, wire.size)
+    boundaries = patterns.cuts(stream.size, wire.size)
     own = reduce_regions(stream, boundaries, wire, op, max_nnz)
     region = wire.pack_region(own, boundaries[wire.rank])
     bound = None if max_nnz is None else max_nnz * wire.size
@@ -86,7 +86,7 @@ def sum_regions(vector: Tensor, wire: Wire, dtype: torch.dtype, wired: torch.dty
     """
     if wire.size == 1:
         return vector.to(dtype)
-    boundaries = patterns.regions(vector.numel(), wire.size)
+    boundaries = patterns.cuts(vector.numel(), wire.size)
     rounds, own = patterns.rotation(wire.rank, wire.size), boundaries[wire.rank]
     total = vector.new_empty(boundaries[wire.rank + 1] - own, dtype=dtype)
     for places in _slices(boundaries):

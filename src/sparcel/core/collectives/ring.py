@@ -24,7 +24,7 @@ def ring(
     Source: SparCML, section 8.1 (the ring that Figure 3 compares with).
     """
     rank, ranks = wire.rank, wire.size
-    boundaries = patterns.regions(stream.size, ranks)
+    boundaries = patterns.cuts(stream.size, ranks)
     parts = stream.split(boundaries)
     bound = None if max_nnz is None else max_nnz * ranks
     for step, (after, before, *_) in enumerate(patterns.ring(rank, ranks)):

@@ -99,10 +99,10 @@ def average_boundaries(stream: SparseStream, comm: Communicator) -> list[int]:
     assert stream.indices is not None, "the caller made it sparse"
     ranks, size = comm.size, stream.size
     if stream.nnz:
-        places = patterns.regions(stream.nnz, ranks)[1:-1]
+        places = patterns.cuts(stream.nnz, ranks)[1:-1]
         own = stream.indices[device.put(places, stream.device, torch.int64)].long()
     else:
-        own = torch.tensor(patterns.regions(size, ranks)[1:-1], dtype=torch.int64)
+        own = torch.tensor(patterns.cuts(size, ranks)[1:-1], dtype=torch.int64)
     total, _ = sum_counts(own, comm, ranks * size)
     return [0, *(total // ranks).tolist(), size]
 

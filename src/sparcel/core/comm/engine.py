@@ -288,7 +288,7 @@ def reduce_around(tensor: Tensor, op: Op, rank: int, size: int, swap: Swap) -> N
         One of the built-in operations.
     """
     vector = tensor.detach().view(-1)
-    regions = [vector[low:high] for low, high in pairwise(patterns.regions(len(vector), size))]
+    regions = [vector[low:high] for low, high in pairwise(patterns.cuts(len(vector), size))]
     # New memory takes longer to fill than to send, so there is little of it, and it is used again.
     scratch = torch.empty_like(max(regions, key=len))
     around = patterns.ring(rank, size)

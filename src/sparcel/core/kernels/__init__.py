@@ -40,10 +40,10 @@ from sparcel.core.kernels.definitions.regions import Entered as Entered
 from sparcel.core.kernels.definitions.select import Addition as Addition
 from sparcel.core.kernels.definitions.select import index_dtype as index_dtype
 from sparcel.core.kernels.definitions.select import magnitude_bits as magnitude_bits
-from sparcel.core.kernels.phase import Phase as Phase
-from sparcel.core.kernels.phase import Regions as Regions
-from sparcel.core.kernels.phase import Shares as Shares
-from sparcel.core.kernels.phase import row_bytes as row_bytes
+from sparcel.core.kernels.regions import Densities as Densities
+from sparcel.core.kernels.regions import Leg as Leg
+from sparcel.core.kernels.regions import Regions as Regions
+from sparcel.core.kernels.regions import row_bytes as row_bytes
 from sparcel.errors import warn
 
 P = ParamSpec("P")

@@ -13,7 +13,7 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # it is 
 from sparcel import _cpu
 from sparcel.core.kernels.definitions import few_bits, optim, packing, reduce, regions
 from sparcel.core.kernels.definitions.select import Addition, index_dtype
-from sparcel.core.kernels.phase import Phase
+from sparcel.core.kernels.regions import Leg
 from sparcel.core.ops import Op
 
 
@@ -164,7 +164,7 @@ def unpack_indices(words: Tensor, count: int, size: int) -> tuple[Tensor, bool]:
     return indices, indices_fault(indices, size)
 
 
-def enter(addition: Addition, up: Phase, rank: int, step: int) -> regions.Entered:
+def enter(addition: Addition, up: Leg, rank: int, step: int) -> regions.Entered:
     it = addition
     wide = it.gradient.dtype == torch.float64
     if not up.group or wide or it.entering is not None or it.clear:
@@ -179,8 +179,8 @@ def enter(addition: Addition, up: Phase, rank: int, step: int) -> regions.Entere
 def collect(
     addition: Addition,
     arrived: Sequence[Tensor] | Tensor,
-    up: Phase,
-    down: Phase,
+    up: Leg,
+    down: Leg,
     rank: int,
     step: int,
 ) -> regions.Collected:
@@ -194,7 +194,7 @@ def collect(
 
 
 def deliver(
-    out: Tensor, returned: Sequence[Tensor] | Tensor, down: Phase, divisor: float
+    out: Tensor, returned: Sequence[Tensor] | Tensor, down: Leg, divisor: float
 ) -> regions.Delivered:
     if not down.group or out.dtype == torch.float64:
         return regions.deliver(out, returned, down, divisor)

@@ -23,7 +23,7 @@ from sparcel.core import device, formats, kernels
 from sparcel.core.comm import Communicator, Rows
 from sparcel.core.device import Number, all_of, finite_flag
 from sparcel.core.formats import Expected, FewBits, Format, message_length
-from sparcel.core.kernels import Addition, Phase, Regions, Shares
+from sparcel.core.kernels import Addition, Densities, Leg, Regions
 from sparcel.core.stream import WRITTEN, SparseStream
 from sparcel.core.units import share_of
 from sparcel.core.wire import Wire
@@ -38,8 +38,8 @@ from a sample lets a few more through, and ties may let all through."""
 
 
 @lru_cache(maxsize=1024)
-def phase(regions: Regions, shares: Shares, format: Format, dtype: torch.dtype) -> Phase:
-    """Return the phase in which shares of the regions travel, in values of a dtype."""
+def leg(regions: Regions, shares: Densities, format: Format, dtype: torch.dtype) -> Leg:
+    """Return the leg in which shares of the regions travel, in values of a dtype."""
     value_bytes = dtype.itemsize
     expected, most = [], []
     for rank in range(regions.ranks):
@@ -60,7 +60,7 @@ def phase(regions: Regions, shares: Shares, format: Format, dtype: torch.dtype) 
     headers = [format.blank_header(length, dtype, dense).pack() for length in lengths]
     compiled = dtype == torch.float32 and regions.size <= _LONGEST
     bits, group = few_bits(format, dense) if compiled else (0, 0)
-    return Phase(
+    return Leg(
         regions,
         shares,
         dense,
@@ -93,7 +93,7 @@ def few_bits(format: Format, dense: bool) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Code:
-    """See `sparcel.core.kernels.phase.Code`."""
+    """See `sparcel.core.kernels.regions.Code`."""
 
     format: Format
 
@@ -133,7 +133,7 @@ class Returned(NamedTuple):
     entries
         How many coordinates came back.
     magnitudes
-        By how much the magnitude of memory and gradient fell in each phase.
+        By how much the magnitude of memory and gradient fell in each leg.
     """
 
     average: SparseStream
@@ -147,14 +147,14 @@ def exchange_regions(
     addition: Addition,
     comm: Communicator,
     step: int,
-    up: Phase,
-    down: Phase,
+    up: Leg,
+    down: Leg,
     divisor: float,
     out: Tensor | None = None,
 ) -> Returned:
     """Do both exchanges; leave in ``addition.scratch`` what this rank keeps.
 
-    The caller is inside a call by which the ranks have agreed on the phases and the vector.
+    The caller is inside a call by which the ranks have agreed on the legs and the vector.
 
     Parameters
     ----------
@@ -191,7 +191,7 @@ def exchange_regions(
 
 
 def _stream_of(
-    comm: Communicator, returned: Rows, down: Phase, divisor: float, dtype: torch.dtype
+    comm: Communicator, returned: Rows, down: Leg, divisor: float, dtype: torch.dtype
 ) -> SparseStream:
     """Return the average of what the owners returned as a stream, in the gradient's dtype."""
     wire, regions = Wire(comm), down.regions
@@ -211,7 +211,7 @@ def _stream_of(
     return SparseStream.unchecked(places, average[order], regions.size, finite)
 
 
-def _fault(comm: Communicator, messages: Rows, phase: Phase, owner: int | None = None) -> Exception:
+def _fault(comm: Communicator, messages: Rows, leg: Leg, owner: int | None = None) -> Exception:
     """Return what is wrong with a message of a region; raise it if the decoder finds it, too.
 
     ``owner`` is whose region all messages are of; None if each is of its sender's.
@@ -219,8 +219,8 @@ def _fault(comm: Communicator, messages: Rows, phase: Phase, owner: int | None =
     wire = Wire(comm)
     for source in range(comm.size):
         if source != owner:
-            length = phase.regions.length(source if owner is None else owner)
-            wire.decode(source, [messages[source]], Expected(length, phase.dtype, None))
+            length = leg.regions.length(source if owner is None else owner)
+            wire.decode(source, [messages[source]], Expected(length, leg.dtype, None))
     return FormatError(
         f"rank {comm.rank} got a message that does not hold values of a region in the same format"
     )

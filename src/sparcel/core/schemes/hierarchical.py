@@ -101,7 +101,7 @@ class Hierarchical(Scheme):
         node, wired = Wire(here.node), gradient.dtype
         if here.node.size > 1:
             wired = wired_dtype(self.wire, wired)
-        boundaries = patterns.regions(gradient.numel(), here.node.size)
+        boundaries = patterns.cuts(gradient.numel(), here.node.size)
         self._size = gradient.numel()
         self._shard = boundaries[here.node.rank], boundaries[here.node.rank + 1]
         with emptied(gradient, request.apart):  # where a node has one rank, that is the shard

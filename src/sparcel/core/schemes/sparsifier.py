@@ -15,7 +15,7 @@ from sparcel.core.comm import Communicator
 from sparcel.core.formats import Format, format_named
 from sparcel.core.memory import Entering, Memory, emptied
 from sparcel.core.ops import SUM
-from sparcel.core.regions import Regions, Shares, exchange_regions, phase
+from sparcel.core.regions import Densities, Regions, exchange_regions, leg
 from sparcel.core.schemes.base import Scheme
 from sparcel.core.schemes.costs import Outcome, averaged
 from sparcel.core.schemes.density import (
@@ -113,12 +113,12 @@ class Sparsifier(Scheme):
             format = auto.fastest_format(size, k, comm.rates)
         asked, coordinates = k, request.count(size)
         facts: dict[str, object] = {}
-        if phases := self._up_and_down(spans, format):
+        if legs := self._up_and_down(spans, format):
             regions = Regions.of(size, comm.size)
             dtype = self._memory.dtype(gradient)
-            up, down = [phase(regions, shares, coded, dtype) for shares, coded in phases]
+            up, down = [leg(regions, shares, coded, dtype) for shares, coded in legs]
             asked = min(sum(up.expected), coordinates)
-            facts = {"memory": dtype, "up": phases[0], "down": phases[1]}
+            facts = {"memory": dtype, "up": legs[0], "down": legs[1]}
         elif sends_all(spans):
             asked = coordinates
         call = self._call(gradient, comm, request, facts)
@@ -210,8 +210,8 @@ def entering(step: Step, clear: bool = False) -> Entering:
     return Entering(gradient, plan.ranks, request.withheld, clear, request.scale)
 
 
-Travelling = tuple[Shares, Format]
-"""How much of a vector's ranges travels in a phase, and in which format."""
+Travelling = tuple[Densities, Format]
+"""How much of a vector's ranges travels in a leg, and in which format."""
 
 
 def sends_all(spans: Sequence[Span]) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparcel.core.comm import Call, Communicator, digest
 from sparcel.core.formats import RAW, Format
-from sparcel.core.kernels import Phase
+from sparcel.core.kernels import Leg
 from sparcel.core.memory import Memory, Range
 from sparcel.core.schemes.costs import Costs
 from sparcel.core.stream import SparseStream
@@ -114,8 +114,8 @@ class Plan:
     asked: int
     spans: tuple[Span, ...] = ()
     format: Format = RAW
-    up: Phase | None = None
-    down: Phase | None = None
+    up: Leg | None = None
+    down: Leg | None = None
 
 
 class Step(NamedTuple):

@@ -14,7 +14,7 @@ from sparcel import _cpu
 from sparcel.core import api
 from sparcel.core.collectives.doubling import plain_sum
 from sparcel.core.comm import Communicator
-from sparcel.core.patterns import regions
+from sparcel.core.patterns import cuts
 from sparcel.core.stream import SparseStream
 from sparcel.errors import InputError
 from sparcel.products.linear.batches import threads_for
@@ -185,7 +185,7 @@ class Scd(Trainer):
         self.values[len(self.columns) :] = mean  # of the intercept, which may be missing
         self._margins = np.zeros((len(rows), width))
         # Rank r owns the coordinates from slices[r] on.
-        self.slices = np.array(regions(self._rows.size, comm.size if comm else 1))
+        self.slices = np.array(cuts(self._rows.size, comm.size if comm else 1))
         longest = int(np.diff(self.slices).max())
         block = min(settings.block, max(longest // _LEAST_STEPS, 1))
         self.steps = max(-(-longest // block), 1)

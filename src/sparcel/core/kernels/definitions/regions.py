@@ -14,7 +14,7 @@ from torch import Tensor
 from sparcel.core import kernels
 from sparcel.core.device import all_of, finite_flag
 from sparcel.core.kernels.definitions.select import Addition, magnitude_bits
-from sparcel.core.kernels.phase import Phase, Regions
+from sparcel.core.kernels.regions import Leg, Regions
 from sparcel.core.ops import SUM
 from sparcel.errors import FormatError, MismatchError
 
@@ -74,7 +74,7 @@ class Delivered(NamedTuple):
     fault: bool | Tensor
 
 
-def enter(addition: Addition, up: Phase, rank: int, step: int) -> Entered:
+def enter(addition: Addition, up: Leg, rank: int, step: int) -> Entered:
     """Compute ``x = memory + addend``, and take out of it what this rank sends to other owners.
 
     Parameters
@@ -107,8 +107,8 @@ def enter(addition: Addition, up: Phase, rank: int, step: int) -> Entered:
 def collect(
     addition: Addition,
     arrived: Sequence[Tensor] | Tensor,
-    up: Phase,
-    down: Phase,
+    up: Leg,
+    down: Leg,
     rank: int,
     step: int,
 ) -> Collected:
@@ -150,7 +150,7 @@ def collect(
 
 
 def deliver(
-    out: Tensor, returned: Sequence[Tensor] | Tensor, down: Phase, divisor: float
+    out: Tensor, returned: Sequence[Tensor] | Tensor, down: Leg, divisor: float
 ) -> Delivered:
     """Write what all owners returned, over the divisor, to ``out``, and zeros elsewhere.
 
@@ -181,18 +181,18 @@ def deliver(
 
 def _take_out(
     addition: Addition,
-    phase: Phase,
+    leg: Leg,
     owner: int,
     limits: list[Tensor],
     finite: bool | Tensor,
     turn: tuple[int, ...],
 ) -> tuple[Tensor, int, float | Tensor]:
     """Return a message of a region, in which what rounding takes is left, and what it holds."""
-    regions, x, indices = phase.regions, addition.scratch, None
+    regions, x, indices = leg.regions, addition.scratch, None
     region = values = regions.take(x, owner)
-    if not phase.dense:
-        indices, values = _reaching(region, phase, owner, limits)
-    message, held = phase.code.encode(region.numel(), indices, values, finite, turn)
+    if not leg.dense:
+        indices, values = _reaching(region, leg, owner, limits)
+    message, held = leg.code.encode(region.numel(), indices, values, finite, turn)
     rest = values - held
     fell = _magnitude(values) - _magnitude(rest)
     if indices is None:
@@ -206,17 +206,15 @@ def _take_out(
     return message, values.numel(), fell
 
 
-def _reaching(
-    region: Tensor, phase: Phase, owner: int, limits: list[Tensor]
-) -> tuple[Tensor, Tensor]:
+def _reaching(region: Tensor, leg: Leg, owner: int, limits: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the first entries of a region that reach the limits of their shares."""
-    bits, parts = magnitude_bits(region), phase.regions.parts(phase.shares, owner)
+    bits, parts = magnitude_bits(region), leg.regions.parts(leg.shares, owner)
     reached = [
         bits[first:last] >= limit for (_, _, first, last), limit in zip(parts, limits, strict=True)
     ]
     above = torch.where(torch.cat(reached), region, 0)
     indices, values = kernels.threshold_select(above, _SMALLEST[region.dtype])
-    most = phase.most[owner]
+    most = leg.most[owner]
     return indices[:most], values[:most]
 
 
@@ -224,14 +222,14 @@ _SMALLEST = {torch.float32: 2.0**-149, torch.float64: 2.0**-1074}
 """The least magnitudes above 0."""
 
 
-def _limits(x: Tensor, phase: Phase, rank: int, step: int, others: bool) -> list[Tensor]:
+def _limits(x: Tensor, leg: Leg, rank: int, step: int, others: bool) -> list[Tensor]:
     """Return, by share, the bits of the magnitude from which entries travel."""
-    regions = phase.regions
-    if phase.dense or (others and regions.ranks == 1):
+    regions = leg.regions
+    if leg.dense or (others and regions.ranks == 1):
         return []
     place = Regions.elsewhere if others else Regions.coordinates
     limits = []
-    for _, density, first, last in regions.parts(phase.shares, rank, others):
+    for _, density, first, last in regions.parts(leg.shares, rank, others):
         places = sampled_places(last - first, step, x.device)
         sample = x[place(regions, rank, places + first)]
         limits.append(sampled_threshold(sample, density))

@@ -35,7 +35,7 @@ from sparcel.core.kernels.gpu._message import (
     tile_of,
     values_at,
 )
-from sparcel.core.kernels.phase import Phase
+from sparcel.core.kernels.regions import Leg
 
 _FACTS = 8
 """Numbers before the counts of messages, int64: how many entries there are, by how much the sum of
@@ -246,22 +246,22 @@ class _Arrived(NamedTuple):
         return flags[8 * 3], flags[8 * 4]
 
 
-def _read(messages: Tensor, phase: Phase, region: int, own: int) -> _Arrived:
+def _read(messages: Tensor, leg: Leg, region: int, own: int) -> _Arrived:
     """Find the places of messages, each about its rank's region, or all about one."""
-    regions, stride, tile = phase.regions, messages.shape[1], _message.TILE
+    regions, stride, tile = leg.regions, messages.shape[1], _message.TILE
     grid = grid_of(regions.length(0))
     programs = regions.ranks * grid.chunks
     facts = messages.new_empty(_FACTS + regions.ranks + grid.chunks, dtype=torch.int64)
     masks = messages.new_empty(programs * grid.tiles * tile // 32, dtype=torch.int32)
     counts, placed = pair(messages, programs)
-    layout = (*layout_of(phase), *grid)
+    layout = (*layout_of(leg), *grid)
     launch(
-        _count, programs, messages, stride, facts, masks, counts, placed, *kind_of(phase),
-        region, own, *layout, BITS=phase.bits, GROUP=phase.group, TILE=tile, num_warps=WARPS,
+        _count, programs, messages, stride, facts, masks, counts, placed, *kind_of(leg),
+        region, own, *layout, BITS=leg.bits, GROUP=leg.group, TILE=tile, num_warps=WARPS,
     )  # fmt: skip
     launch(
         _place, programs, messages, stride, facts, masks, counts, placed, region, own, *layout,
-        BITS=phase.bits, GROUP=phase.group, TILE=tile, CHUNKS=_message.CHUNKS, num_warps=WARPS,
+        BITS=leg.bits, GROUP=leg.group, TILE=tile, CHUNKS=_message.CHUNKS, num_warps=WARPS,
     )  # fmt: skip
     return _Arrived((messages, stride, facts, masks, placed), layout, grid.chunks, facts)
 
@@ -340,7 +340,7 @@ def _write(
         tl.store(_finite_at(facts), 0)
 
 
-def add(x: Tensor, arrived: Tensor, up: Phase, rank: int) -> Added:
+def add(x: Tensor, arrived: Tensor, up: Leg, rank: int) -> Added:
     """Add what others sent to the own region of x, in the order of ranks."""
     came = _read(arrived, up, rank, rank)
     launch(
@@ -351,7 +351,7 @@ def add(x: Tensor, arrived: Tensor, up: Phase, rank: int) -> Added:
     return Added(*came.flags(), came.facts.view(torch.float64)[1])
 
 
-def deliver(returned: Tensor, down: Phase, divisor: float, out: Tensor) -> Delivered:
+def deliver(returned: Tensor, down: Leg, divisor: float, out: Tensor) -> Delivered:
     """Write what owners returned, over the divisor."""
     came = _read(returned, down, -1, -1)
     launch(

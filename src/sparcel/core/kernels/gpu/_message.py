@@ -24,7 +24,7 @@ from sparcel.core.kernels.gpu.few_bits import (
     scale_bits,
     store_codes,
 )
-from sparcel.core.kernels.phase import Phase
+from sparcel.core.kernels.regions import Leg
 
 TILE = 2048
 """Coordinates that a program takes at a time."""
@@ -49,9 +49,9 @@ def grid_of(entries: int, tile: int = 0) -> Grid:
     return Grid(triton.cdiv(tiles, each), each)
 
 
-def layout_of(phase: Phase) -> tuple[int, int, int]:
+def layout_of(leg: Leg) -> tuple[int, int, int]:
     """Return the size, the ranks, and the binary logarithm of a block."""
-    regions = phase.regions
+    regions = leg.regions
     return regions.size, regions.ranks, regions.block.bit_length() - 1
 
 
@@ -61,9 +61,9 @@ def pair(beside: Tensor, programs: int) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def kind_of(phase: Phase) -> tuple[int, int]:
+def kind_of(leg: Leg) -> tuple[int, int]:
     """Return the two words with which headers begin; the region's length is the third."""
-    begins, detail = struct.unpack_from("<qq", phase.headers[0])
+    begins, detail = struct.unpack_from("<qq", leg.headers[0])
     return begins, detail
 
 

@@ -44,7 +44,7 @@ from sparcel.core.kernels.gpu._message import (
     write_rows,
 )
 from sparcel.core.kernels.gpu._radix import next_bits
-from sparcel.core.kernels.phase import Phase, row_bytes
+from sparcel.core.kernels.regions import Leg, row_bytes
 
 
 class _Source(NamedTuple):
@@ -77,21 +77,21 @@ class _Limits(NamedTuple):
     most: Tensor
 
 
-def _limits_of(phase: Phase, rank: int, others: bool, place: torch.device) -> _Limits:
-    """Return what a phase decides of the others' regions, or of the own one, on a device."""
+def _limits_of(leg: Leg, rank: int, others: bool, place: torch.device) -> _Limits:
+    """Return what a leg decides of the others' regions, or of the own one, on a device."""
     stream = torch.cuda.current_stream(place).cuda_stream if place.type == "cuda" else 0
-    return _limits_on(phase, rank, others, place, stream)
+    return _limits_on(leg, rank, others, place, stream)
 
 
 @lru_cache(maxsize=256)
-def _limits_on(phase: Phase, rank: int, others: bool, place: torch.device, _: int) -> _Limits:
+def _limits_on(leg: Leg, rank: int, others: bool, place: torch.device, _: int) -> _Limits:
     """Each stream has its own: nothing else would wait until they are there."""
     rows = []
-    for stop, density, first, last in phase.regions.parts(phase.shares, rank, others):
+    for stop, density, first, last in leg.regions.parts(leg.shares, rank, others):
         taken = sample_size(last - first)
         rows.append((stop, first, last - first, taken, sample_rank(taken, density)))
     numbers = [number for column in zip(*rows, strict=True) for number in column]
-    both = device.put([*numbers, *phase.most], place, torch.int64)
+    both = device.put([*numbers, *leg.most], place, torch.int64)
     return _Limits(both[: len(numbers)].view(5, -1), both[len(numbers) :])
 
 
@@ -186,7 +186,7 @@ def _limits_at(
 
 def _thresholds(
     source: _Source,
-    phase: Phase,
+    leg: Leg,
     limits: _Limits,
     rank: int,
     step: int,
@@ -195,11 +195,11 @@ def _thresholds(
     facts: Tensor,
 ) -> Tensor:
     """Return the threshold of each share, bits in int32; set messages and facts to zero."""
-    shares, words = len(phase.shares), messages.numel() // 4
+    shares, words = len(leg.shares), messages.numel() // 4
     thresholds = source.x.new_empty(shares, dtype=torch.int32)
     launch(
         _begin, shares + triton.cdiv(words, TILE), source.memory, source.gradient, source.scale,
-        *layout_of(phase), rank, limits.shares, shares, step & 0xFFFFFF, thresholds, messages,
+        *layout_of(leg), rank, limits.shares, shares, step & 0xFFFFFF, thresholds, messages,
         words, facts, **source.flags(), OTHERS=others, SAMPLES=MOST_SAMPLE, TILE=TILE, num_warps=16,
         enable_fp_fusion=False,
     )  # fmt: skip
@@ -385,7 +385,7 @@ def _round(
 
 def _take(
     source: _Source,
-    phase: Phase,
+    leg: Leg,
     rank: int,
     step: int,
     others: bool,
@@ -397,16 +397,16 @@ def _take(
     Return messages by owner (uint8 ``[rows, bytes]``), how many entries are in them (int64 ``[]``),
     and by how much the sum of magnitudes fell (float64 ``[]``), added to what it ``fell`` before.
     """
-    x, layout, regions = source.x, layout_of(phase), phase.regions
+    x, layout, regions = source.x, layout_of(leg), leg.regions
     rows, first, own = (regions.ranks, 0, rank) if others else (1, rank, -1)
-    room = max(phase.most) if others else phase.most[rank]
-    limits, stride = _limits_of(phase, rank, others, x.device), row_bytes(phase.bounds)
+    room = max(leg.most) if others else leg.most[rank]
+    limits, stride = _limits_of(leg, rank, others, x.device), row_bytes(leg.bounds)
     messages = x.new_empty((rows, stride), dtype=torch.uint8)
     facts = x.new_empty(4, dtype=torch.int64)  # how many are sent, by how much x fell, a ticket
     fell = facts.view(torch.float64)[1] if fell is None else fell
-    thresholds = _thresholds(source, phase, limits, rank, step, others, messages, facts)
+    thresholds = _thresholds(source, leg, limits, rank, step, others, messages, facts)
 
-    grid, tile, shares = grid_of(regions.length(0)), _message.TILE, len(phase.shares)
+    grid, tile, shares = grid_of(regions.length(0)), _message.TILE, len(leg.shares)
     programs = rows * grid.chunks
     marks = x.new_empty(programs * grid.tiles * tile // 32, dtype=torch.int32)
     counts, peaks = pair(x, programs)
@@ -418,8 +418,8 @@ def _take(
     entries = x.new_empty(rows * room, dtype=torch.int32)
     launch(
         _emit, programs, marks, counts, peaks, facts if finite is None else finite, limits.most,
-        messages, stride, entries, room, facts, *kind_of(phase), *layout, first, *grid,
-        FLAGGED=finite is not None, BITS=phase.bits, GROUP=phase.group, TILE=tile,
+        messages, stride, entries, room, facts, *kind_of(leg), *layout, first, *grid,
+        FLAGGED=finite is not None, BITS=leg.bits, GROUP=leg.group, TILE=tile,
         CHUNKS=_message.CHUNKS, num_warps=WARPS,
     )  # fmt: skip
     grid = grid_of(room, _ENTRIES)
@@ -427,13 +427,13 @@ def _take(
     launch(
         _round, programs, x, entries, room, messages, stride, facts,
         x.new_empty(programs, dtype=torch.float64), fell, *layout[1:], first, *grid,
-        BITS=phase.bits, LOG_GROUP=phase.group.bit_length() - 1,
-        ROWS=_ENTRIES // phase.group, num_warps=WARPS, enable_fp_fusion=False,
+        BITS=leg.bits, LOG_GROUP=leg.group.bit_length() - 1,
+        ROWS=_ENTRIES // leg.group, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return messages, facts[0], fell
 
 
-def enter(addition: Addition, up: Phase, rank: int, step: int) -> Entered:
+def enter(addition: Addition, up: Leg, rank: int, step: int) -> Entered:
     """Compute x = memory + addend, and take out of it what is selected of the others' regions."""
     gradient = addition.gradient.detach()
     source = _Source(addition.memory, gradient, float(addition.scale), addition.scratch, True)
@@ -441,7 +441,7 @@ def enter(addition: Addition, up: Phase, rank: int, step: int) -> Entered:
 
 
 def take_own(
-    x: Tensor, down: Phase, rank: int, step: int, finite: Tensor, fell: Tensor
+    x: Tensor, down: Leg, rank: int, step: int, finite: Tensor, fell: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Take what is selected out of the own region; return the message, and by how much x fell.
 

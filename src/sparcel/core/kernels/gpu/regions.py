@@ -43,10 +43,10 @@ from sparcel.core.kernels.gpu._message import (
     skipped,
     write_tile,
 )
-from sparcel.core.kernels.phase import Phase, row_bytes
+from sparcel.core.kernels.regions import Leg, row_bytes
 
 
-def enter(addition: Addition, up: Phase, rank: int, step: int) -> Entered:
+def enter(addition: Addition, up: Leg, rank: int, step: int) -> Entered:
     wide = addition.gradient.dtype == torch.float64
     if not up.group or wide or addition.entering is not None or addition.clear:
         return regions.enter(addition, up, rank, step)
@@ -58,8 +58,8 @@ def enter(addition: Addition, up: Phase, rank: int, step: int) -> Entered:
 def collect(
     addition: Addition,
     arrived: Sequence[Tensor] | Tensor,
-    up: Phase,
-    down: Phase,
+    up: Leg,
+    down: Leg,
     rank: int,
     step: int,
 ) -> Collected:
@@ -78,7 +78,7 @@ def collect(
 
 
 def deliver(
-    out: Tensor, returned: Sequence[Tensor] | Tensor, down: Phase, divisor: float
+    out: Tensor, returned: Sequence[Tensor] | Tensor, down: Leg, divisor: float
 ) -> Delivered:
     if not down.group or out.dtype == torch.float64:
         return regions.deliver(out, returned, down, divisor)
@@ -299,7 +299,7 @@ def _deliver(
         )  # fmt: skip
 
 
-def _enter_whole(addition: Addition, up: Phase, rank: int) -> Entered:
+def _enter_whole(addition: Addition, up: Leg, rank: int) -> Entered:
     scratch, layout, coding = addition.scratch, layout_of(up), _coding(up)
     tile, programs, parts = _tiles(up, addition.scratch)
     messages = scratch.new_empty(up.regions.ranks, row_bytes(up.bounds), dtype=torch.uint8)
@@ -313,7 +313,7 @@ def _enter_whole(addition: Addition, up: Phase, rank: int) -> Entered:
     return Entered(messages, sent, parts[0])
 
 
-def _add_whole(x: Tensor, arrived: Tensor, up: Phase, rank: int) -> Added:
+def _add_whole(x: Tensor, arrived: Tensor, up: Leg, rank: int) -> Added:
     """Add what others sent to the own region of ``x``, of which a selection is to travel."""
     finite, fault = x.new_empty(2, dtype=torch.bool)
     tile, programs, parts = _tiles(up, x, rank)
@@ -331,7 +331,7 @@ def _add_whole(x: Tensor, arrived: Tensor, up: Phase, rank: int) -> Added:
 
 
 def _collect_whole(
-    x: Tensor, arrived: Tensor | None, up: Phase, down: Phase, rank: int, flag: Tensor, fell: Tensor
+    x: Tensor, arrived: Tensor | None, up: Leg, down: Leg, rank: int, flag: Tensor, fell: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Take out of the own region of ``x`` what all get, after what ``arrived`` is added.
 
@@ -357,7 +357,7 @@ def _collect_whole(
     return message, parts[0]
 
 
-def _deliver_whole(returned: Tensor, down: Phase, divisor: float, out: Tensor) -> Delivered:
+def _deliver_whole(returned: Tensor, down: Leg, divisor: float, out: Tensor) -> Delivered:
     entries = out.new_empty((), dtype=torch.int64)
     finite, fault = out.new_empty(2, dtype=torch.bool)
     tile = min(down.regions.block, TILE)
@@ -373,19 +373,19 @@ def _deliver_whole(returned: Tensor, down: Phase, divisor: float, out: Tensor) -
     return Delivered(entries, finite, fault)
 
 
-def _tiles(phase: Phase, x: Tensor, owner: int | None = None) -> tuple[int, int, Tensor]:
+def _tiles(leg: Leg, x: Tensor, owner: int | None = None) -> tuple[int, int, Tensor]:
     """Return how many coordinates a program takes, and how many programs take a region, or all.
 
     And memory for what `_add_up` adds up.
     """
-    tile = min(phase.regions.block, TILE)
-    programs = triton.cdiv(x.numel() if owner is None else phase.regions.length(owner), tile)
+    tile = min(leg.regions.block, TILE)
+    programs = triton.cdiv(x.numel() if owner is None else leg.regions.length(owner), tile)
     return tile, programs, x.new_empty(2 + programs, dtype=torch.float64)
 
 
-def _coding(phase: Phase) -> dict[str, int]:
-    return {"BITS": phase.bits, "GROUP": phase.group}
+def _coding(leg: Leg) -> dict[str, int]:
+    return {"BITS": leg.bits, "GROUP": leg.group}
 
 
-def _log_group(phase: Phase) -> int:
-    return phase.group.bit_length() - 1
+def _log_group(leg: Leg) -> int:
+    return leg.group.bit_length() - 1

@@ -1,4 +1,4 @@
-"""Regions of interleaved blocks, and how much of them travels in a phase of an exchange."""
+"""Regions of interleaved blocks, and how much of them travels in a leg of an exchange."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BLOCKS_EACH = 16
 
 _ROW_ALIGNMENT = 16
 
-Shares = tuple[tuple[int, float], ...]
+Densities = tuple[tuple[int, float], ...]
 """Where ranges of a vector stop, one after another, and their densities in (0, 1]."""
 
 
@@ -54,7 +54,7 @@ class Regions:
         return self.before(rank, self.size)
 
     def parts(
-        self, shares: Shares, rank: int, others: bool = False
+        self, shares: Densities, rank: int, others: bool = False
     ) -> Iterator[tuple[int, float, int, int]]:
         """Yield where each share stops, its density, and the range of its places.
 
@@ -138,7 +138,7 @@ class Code(Protocol):
 
 
 @dataclass(frozen=True)
-class Phase:
+class Leg:
     """What travels in one of two exchanges: a share of each region, or all.
 
     Attributes
@@ -166,7 +166,7 @@ class Phase:
     """
 
     regions: Regions
-    shares: Shares
+    shares: Densities
     dense: bool
     most: tuple[int, ...]
     expected: tuple[int, ...]
