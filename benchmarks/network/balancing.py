@@ -36,7 +36,7 @@ DENSITY = 0.01
 Bounds = Callable[[SparseStream, Communicator], list[int]]
 
 REGIONS: dict[str, Bounds] = {
-    "equal": lambda own, comm: patterns.regions(own.size, comm.size),
+    "equal": lambda own, comm: patterns.cuts(own.size, comm.size),
     "averaged": average_boundaries,
     "counted": lambda own, comm: balanced_boundaries(own, comm, None)[0],
 }

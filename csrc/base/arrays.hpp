@@ -10,7 +10,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "base/blocks.hpp"
+#include "base/memory_pool.hpp"
 #include "base/buffer.hpp"
 #include "base/numbers.hpp"
 

@@ -8,7 +8,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "base/blocks.hpp"
+#include "base/memory_pool.hpp"
 
 namespace sparcel {
 

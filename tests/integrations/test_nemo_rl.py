@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from sparcel.core.comm import Communicator
-from tests.integrations.engines import nemo_rl as stand_ins
-from tests.integrations.engines.installing import assert_alike, fresh, install
+from tests.integrations.stand_ins import nemo_rl as stand_ins
+from tests.integrations.stand_ins.installing import assert_alike, fresh, install
 
 pytestmark = pytest.mark.processes
 
@@ -43,7 +43,7 @@ def engines(kind: str, folder: str, **settings: Any) -> Iterator[Any]:
         if kind == "stand-in":
             install(patch, "nemo_rl", stand_ins.MODULES)
         ours = fresh(patch, "sparcel.integrations.nemo_rl")
-        patch.setattr("sparcel.integrations._engines._SECONDS", 1e-3)
+        patch.setattr("sparcel.integrations._deltas._SECONDS", 1e-3)
         told = {"store": f"{folder}/store", "release_after_refit": False, **settings}
         if kind == "stand-in":
             yield lambda: ours.Engine(bucket_size=BUCKET, **told)

@@ -19,9 +19,9 @@ from sparcel.errors import CommunicationError, InputError
 from sparcel.integrations.sglang import Server
 from sparcel.products.delta import Folder, Publisher, Version
 from sparcel.products.delta.mirror import PAGE, Page
-from tests.integrations.engines import sglang as stand_ins
-from tests.integrations.engines.installing import assert_alike, install, parameters
-from tests.integrations.engines.server import serving
+from tests.integrations.stand_ins import sglang as stand_ins
+from tests.integrations.stand_ins.installing import assert_alike, install, parameters
+from tests.integrations.stand_ins.server import serving
 
 ROOT = Path(__file__).parents[2]
 

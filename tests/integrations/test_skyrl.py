@@ -14,9 +14,9 @@ import torch
 
 from sparcel.core.comm import Communicator
 from sparcel.errors import CommunicationError, InputError
-from tests.integrations.engines import skyrl as stand_ins
-from tests.integrations.engines import vllm as vllm_stand_ins
-from tests.integrations.engines.installing import assert_alike, fresh, install, parameters
+from tests.integrations.stand_ins import skyrl as stand_ins
+from tests.integrations.stand_ins import vllm as vllm_stand_ins
+from tests.integrations.stand_ins.installing import assert_alike, fresh, install, parameters
 
 
 @pytest.fixture(params=["stand-in", "real"])

@@ -17,8 +17,8 @@ from torch import Tensor
 from sparcel.core.comm import Communicator
 from sparcel.errors import CommunicationError, InputError
 from sparcel.integrations import slime
-from tests.integrations.engines import slime as stand_ins
-from tests.integrations.engines.installing import assert_alike, install
+from tests.integrations.stand_ins import slime as stand_ins
+from tests.integrations.stand_ins.installing import assert_alike, install
 
 MODES = {
     "slime": {"update_weight_mode": "delta"},

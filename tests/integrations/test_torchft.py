@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import sparcel
 from sparcel.errors import InputError, SparcelError
-from tests.integrations.engines import torchft as stand_ins
-from tests.integrations.engines.installing import assert_alike, fresh, install, parameters
+from tests.integrations.stand_ins import torchft as stand_ins
+from tests.integrations.stand_ins.installing import assert_alike, fresh, install, parameters
 
 SIZE = 600
 SUM = dist.ReduceOp.SUM

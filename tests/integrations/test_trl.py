@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from sparcel.errors import CommunicationError, InputError
 from sparcel.integrations.trl import WeightTransfer
 from sparcel.products.delta import Folder, Subscriber
-from tests.integrations.engines import trl as stand_ins
-from tests.integrations.engines.installing import assert_alike, parameters
-from tests.integrations.engines.server import serving
+from tests.integrations.stand_ins import trl as stand_ins
+from tests.integrations.stand_ins.installing import assert_alike, parameters
+from tests.integrations.stand_ins.server import serving
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 TRAINER = "trl.experimental.async_grpo.async_grpo_trainer"

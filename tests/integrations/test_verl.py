@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from sparcel.core.comm import Communicator
 from sparcel.errors import InputError, VersionError
 from sparcel.products.delta import Folder, Publisher, read_index
-from tests.integrations.engines import verl as stand_ins
-from tests.integrations.engines.installing import assert_alike, fresh, install
+from tests.integrations.stand_ins import verl as stand_ins
+from tests.integrations.stand_ins.installing import assert_alike, fresh, install
 
 pytestmark = pytest.mark.processes
 
@@ -39,7 +39,7 @@ def engines(kind: str, folder: str, **settings: Any) -> Iterator[New]:
         if kind == "stand-in":
             install(patch, "verl", stand_ins.MODULES)
         fresh(patch, "sparcel.integrations.verl")  # as custom_backend_module does
-        patch.setattr("sparcel.integrations._engines._SECONDS", 1e-3)
+        patch.setattr("sparcel.integrations._deltas._SECONDS", 1e-3)
         new = import_module("verl.checkpoint_engine").CheckpointEngineRegistry.new
         told = {"bucket_size": 1 << 20, "store": f"{folder}/store", **settings}
         yield lambda **more: new("sparcel", **told, **more)

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from sparcel.errors import CommunicationError, InputError, MissingDependencyError, VersionError
 from sparcel.integrations.vllm import Server, register
 from sparcel.products.delta import Folder, Publisher, Version
-from tests.integrations.engines import vllm as stand_ins
-from tests.integrations.engines.installing import assert_alike, fresh, install
-from tests.integrations.engines.server import serving
+from tests.integrations.stand_ins import vllm as stand_ins
+from tests.integrations.stand_ins.installing import assert_alike, fresh, install
+from tests.integrations.stand_ins.server import serving
 
 ROOT = Path(__file__).parents[2]
 PLACES = {"q": ("qk", 0), "k": ("qk", 2), "mlp": ("mlp", 0)}

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparcel.integrations._engines import Passage
+from sparcel.integrations._deltas import Passage
 from sparcel.integrations._framework import needs
 from sparcel.products.delta import Version
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from urllib.parse import quote, unquote
 
 from sparcel.errors import InputError, VersionError, public_url
-from sparcel.integrations._engines import Routes
+from sparcel.integrations._deltas import Routes
 from sparcel.products.delta import HostSubscriber, Version
 
 __all__ = ["Server", "register"]

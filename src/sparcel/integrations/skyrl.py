@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparcel.errors import InputError
-from sparcel.integrations._engines import agreed
+from sparcel.integrations._deltas import agreed
 from sparcel.integrations._framework import needs
 from sparcel.products.delta import ShardedPublisher, Version
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparcel.errors import CommunicationError, InputError
-from sparcel.integrations._engines import agreed, facts_of, on_host
+from sparcel.integrations._deltas import agreed, facts_of, on_host
 from sparcel.integrations.sglang import path_of
 from sparcel.products.delta import ShardedPublisher, Version
 

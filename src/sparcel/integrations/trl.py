@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparcel.errors import InputError
-from sparcel.integrations._engines import checked_dtype, on_host
+from sparcel.integrations._deltas import checked_dtype, on_host
 from sparcel.integrations.vllm import Server
 from sparcel.products.delta import Publisher, Version, store_at
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparcel.integrations._engines import Passage, facts_of
+from sparcel.integrations._deltas import Passage, facts_of
 from sparcel.integrations._framework import needs
 
 with needs("verl"):

@@ -32,7 +32,7 @@ from sparcel.core.cost.predict import (
 )
 from sparcel.core.formats import RAW, Format
 from sparcel.core.rates import Rates
-from sparcel.core.regions import RETURNED, few_bits
+from sparcel.core.regions import RETURNED, compiled_bits
 from sparcel.core.wire import goes_direct
 
 Terms = Iterator[Term]
@@ -412,7 +412,7 @@ def by_regions(p: Problem, returned: float) -> Terms:
         return format.nbytes(None if dense else entries / p.ranks, region, p.itemsize)
 
     up, down = message(p.k, p.format), message(returned, p.answer or p.format)
-    compiled, _ = few_bits(p.format, p.lengths.is_dense(p.k))
+    compiled, _ = compiled_bits(p.format, p.lengths.is_dense(p.k))
     slower = 1.0 if compiled else _BY_TORCH
     yield _BY_REGIONS
     yield Work("select", p.size, times=slower * _ENTERING)

@@ -59,7 +59,7 @@ def leg(regions: Regions, shares: Densities, format: Format, dtype: torch.dtype)
     ]
     headers = [format.blank_header(length, dtype, dense).pack() for length in lengths]
     compiled = dtype == torch.float32 and regions.size <= _LONGEST
-    bits, group = few_bits(format, dense) if compiled else (0, 0)
+    bits, group = compiled_bits(format, dense) if compiled else (0, 0)
     return Leg(
         regions,
         shares,
@@ -82,7 +82,7 @@ _GROUPS = (8, 16, 32, 64)
 """How many values may share a scale in compiled passes: blocks of a region have whole scales."""
 
 
-def few_bits(format: Format, dense: bool) -> tuple[int, int]:
+def compiled_bits(format: Format, dense: bool) -> tuple[int, int]:
     """Return a format's bits and the values that share a scale, where compiled passes know it."""
     code = format.value_code
     if not isinstance(code, FewBits) or code.stochastic or code.scale != "bfloat16":

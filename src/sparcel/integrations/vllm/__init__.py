@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from sparcel.errors import CommunicationError
-from sparcel.integrations._engines import Routes
+from sparcel.integrations._deltas import Routes
 
 if TYPE_CHECKING:
     from sparcel.products.delta import Version

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from sparcel.core.comm.communicator import Communicator, exchanging
 from sparcel.core.comm.connected import ConnectedCommunicator, Rendezvous, connecting
 from sparcel.core.comm.engine import Engine, Rows, as_rows
-from sparcel.core.comm.torch.gloo import GlooEngine
+from sparcel.core.comm.torch.mesh import GlooEngine
 from sparcel.core.comm.torch.nccl import NcclEngine
 from sparcel.core.kernels import row_bytes
 from sparcel.errors import InputError
