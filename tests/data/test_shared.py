@@ -82,6 +82,21 @@ def test_a_record_that_comes_meanwhile_is_not_harmed_by_asking_what_can_be_freed
     assert bytes(shared.get(3)).startswith(record_of(3))
 
 
+def test_a_record_that_comes_while_others_move_takes_no_memory(monkeypatch):
+    shared, write = Shared(40, 4 << 20), Shared.write
+
+    def write_late(*written):
+        patched.undo()
+        shared.hold(PARTS[0])
+        write(*written)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Shared, "write", write_late)
+        assert shared.put(3, bytes(16 * PAGE))
+    assert shared.get(3) is None
+    assert os.fstat(shared.name[1]).st_blocks * 512 <= shared.used + 2 * PAGE
+
+
 def test_a_process_opens_each_memory_once():
     shared = Shared(3, PAGE)
     name, pickled = shared.name, pickle.dumps(shared)

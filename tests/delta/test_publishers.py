@@ -73,6 +73,21 @@ def test_no_version_is_lost_to_another_publisher(tmp_path: Path) -> None:
     assert read_index(store).names < set(store.names())
 
 
+def test_what_the_index_lists_is_there_also_while_old_files_are_removed(tmp_path: Path) -> None:
+    removed = []
+
+    class Watched(Folder):
+        def remove(self, name: str) -> None:
+            assert name not in read_index(self).names
+            removed.append(name)
+            super().remove(name)
+
+    publisher = Publisher(Watched(tmp_path), anchor_every=2, lag=1)
+    for weights in history(8):
+        publisher.publish(weights)
+    assert removed
+
+
 class Meanwhile(Folder):
     """A folder in which something else happens while a file is written, or right after."""
 

@@ -1,4 +1,4 @@
-"""What is told where a framework is missing, or has not made what sparcel needs."""
+"""What frameworks and engines share: what is told where one is missing, and how weights pass."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparcel.core.comm import Communicator
 from sparcel.errors import InputError, MissingDependencyError, SparcelWarning
+from sparcel.integrations._deltas import narrowed
 from sparcel.integrations._framework import attach_wrapped
 
 
@@ -52,3 +53,13 @@ def test_a_compiled_model_is_reached(run_on: Any) -> None:
 def test_one_model_alone_is_left_as_it_is() -> None:
     with pytest.warns(SparcelWarning, match="there is one copy of the model, so sparcel"):
         assert attach_wrapped(nn.Linear(2, 2), 1, "say ddp", {}) is None
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16, torch.float32])
+def test_floats_wider_than_a_dtype_become_it_and_others_stay(dtype: torch.dtype | None) -> None:
+    for before in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64):
+        ((name, after),) = narrowed([("w", torch.ones(3, dtype=before))], dtype)
+        is_wider = (
+            dtype is not None and before.is_floating_point and before.itemsize > dtype.itemsize
+        )
+        assert (name, after.dtype) == ("w", dtype if is_wider else before)

@@ -13,7 +13,7 @@ from torch import Tensor
 from sparcel import simulate
 from sparcel.core import formats, kernels
 from sparcel.core.comm import SimulatedCommunicator
-from sparcel.core.formats import HEADER_BYTES, Expected, Format, format_named
+from sparcel.core.formats import HEADER_BYTES, Expected, FewBits, Format, format_named
 from sparcel.core.regions import RETURNED, Leg, Regions, leg
 from sparcel.errors import CommunicationError, FormatError
 from tests.kernels.paths import Case, isas, using
@@ -222,3 +222,15 @@ def test_the_receiver_of_a_damaged_message_names_its_sender(
     assert first.startswith("rank 2 sent rank 0 a bad message")
     told = f"rank 0 failed: {first}"
     assert set(others) <= ({told} if exchange == 0 else {told, "finished"})
+
+
+def test_random_rounding_is_another_in_each_step_for_each_sender_and_region() -> None:
+    size, by = 3 * 256, FewBits(2, stochastic=True)
+    up = leg(Regions.of(size, RANKS), ((size, 1.0),), Format("raw", by), torch.float32)
+    vector, came = torch.tensor([1.0, 0.3]).repeat(size // 2), []
+    for step in range(3):
+        for rank in range(RANKS):
+            addition = kernels.Addition(torch.zeros(size), vector.clone(), torch.empty(size))
+            messages = kernels.enter(addition, up, rank, step).messages
+            came += [bytes(messages[owner].numpy()) for owner in range(RANKS) if owner != rank]
+    assert len(set(came)) == len(came) == 3 * RANKS * (RANKS - 1)

@@ -94,3 +94,18 @@ def test_a_void_step_takes_nothing_out_of_memory():
         return scheme.steps, request.costs.magnitude
 
     assert simulate(4, on_rank).results == [(1, 0.0)] * 4
+
+
+def test_a_step_that_does_not_take_effect_leaves_estimates_as_they_were():
+    """Another vector of the same step may be void."""
+
+    def on_rank(comm):
+        scheme = OkTopK(0.1, threshold="reuse", threshold_steps=1, boundary_steps=1)
+        scheme.step(normal(comm.rank, 0, 500), comm)
+        before = scheme.state_dict()["estimates"]
+        comm.run(lambda: scheme.begin(normal(comm.rank, 1, 500), comm))
+        assert scheme.state_dict()["estimates"] == before
+        scheme.step(normal(comm.rank, 1, 500), comm)
+        assert scheme.state_dict()["estimates"] != before
+
+    simulate(3, on_rank)
