@@ -36,9 +36,7 @@ class _Options:
 
     model: Annotated[
         str,
-        typer.Option(
-            help="resnet50, bert-base, gpt2, llama-3.2-1b …, see sparcel.tools.plan.MODELS."
-        ),
+        typer.Option(help="resnet50, bert-base, gpt2, llama-3.2-1b …, see sparcel.plan.MODELS."),
     ] = "resnet50"
     parameters: Annotated[
         str | None, typer.Option(help="Number of parameters, instead of --model: 25.6M, 7B.")

@@ -152,7 +152,7 @@ def exit_after_failure() -> Iterator[None]:
     Otherwise mpi4py calls MPI_Finalize when the interpreter exits. If a process died, MPI_Finalize
     may then abort the others, or wait for ever. All ranks run their whole program in this context::
 
-        with sparcel.core.comm.mpi.exit_after_failure():
+        with sparcel.comm.mpi.exit_after_failure():
             sys.exit(main())
 
     Every process of a failed communicator then skips MPI_Finalize. It runs the ``atexit`` handlers
