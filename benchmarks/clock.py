@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any, NamedTuple
@@ -58,6 +59,18 @@ class Clock:
 
     def _meet(self) -> None:
         self.comm.run(lambda: self.comm.gather_numbers(0))
+
+
+def in_turns(
+    jobs: Mapping[Any, Callable[[], Any]], rounds: int, warm: int = 1, repeats: int = 1
+) -> dict[Any, list[Any]]:
+    """Do all jobs in turns, and return what each returned; ``warm`` rounds before do not count."""
+    found: dict[Any, list[Any]] = {name: [] for name in jobs}
+    for turn, (name, job) in product(range(-warm, rounds), jobs.items()):
+        for _ in range(repeats):
+            took = job()
+            found[name] += [took] if turn >= 0 else []
+    return found
 
 
 def _crossed() -> int:

@@ -47,31 +47,28 @@ LR = 1e-6
 REPEATS = 5
 
 
-class Clock:
-    """Times what all ranks do at once, on a clock that all have, and counts what links carry."""
-
-    def timed(self, transport: Transport, number: int) -> Row:
-        """Return the figures of one step; all call."""
-        dist.barrier()
-        before, start = _link(), perf_counter()
-        transport.step(number)
-        end = perf_counter()
-        dist.barrier()
-        after = _link()
-        told = [start, end, *transport.pause, transport.prepared - start]
-        told += [float(late - early) for early, late in zip(before, after, strict=True)]
-        every = _gathered(torch.tensor([*told, transport.payload], dtype=torch.float64))
-        trainer, servers = every[0], every[1:]
-        pause, busy = servers[servers[:, 2].argmax(), 2:4].tolist()
-        return {
-            "ms": 1e3 * float(servers[:, 1].max() - trainer[0]),
-            "prepare_ms": 1e3 * float(trainer[4]),
-            "pause_ms": 1e3 * pause,
-            "pause_cpu_ms": 1e3 * busy,
-            "payload_bytes": int(trainer[7]),
-            "sent_bytes": int(trainer[5]),
-            "received_bytes": int(servers[:, 6].sum()),
-        }
+def timed(transport: Transport, number: int) -> Row:
+    """Return the figures of one step, on the clock that all ranks have; all call."""
+    dist.barrier()
+    before, start = _link(), perf_counter()
+    transport.step(number)
+    end = perf_counter()
+    dist.barrier()
+    after = _link()
+    told = [start, end, *transport.pause, transport.prepared - start]
+    told += [float(late - early) for early, late in zip(before, after, strict=True)]
+    every = _gathered(torch.tensor([*told, transport.payload], dtype=torch.float64))
+    trainer, servers = every[0], every[1:]
+    pause, busy = servers[servers[:, 2].argmax(), 2:4].tolist()
+    return {
+        "ms": 1e3 * float(servers[:, 1].max() - trainer[0]),
+        "prepare_ms": 1e3 * float(trainer[4]),
+        "pause_ms": 1e3 * pause,
+        "pause_cpu_ms": 1e3 * busy,
+        "payload_bytes": int(trainer[7]),
+        "sent_bytes": int(trainer[5]),
+        "received_bytes": int(servers[:, 6].sum()),
+    }
 
 
 def _link() -> tuple[int, int]:
@@ -88,11 +85,11 @@ def _gathered(figures: Tensor) -> Tensor:
 
 def steps(versions: Sequence[Model], folder: Path, rounds: int) -> Iterator[Row]:
     """Yield a row for each transport, and for applying alone; all ranks call."""
-    clock, found = Clock(), dict[str, list[Row]]()
+    found = dict[str, list[Row]]()
     transports = [one(versions, folder) for one in TRANSPORTS]
     for turn, number in product(range(-1, rounds), range(1, VERSIONS + 1)):
         for transport in transports:
-            row = clock.timed(transport, number % VERSIONS)
+            row = timed(transport, number % VERSIONS)
             if turn < 0:
                 _check(transport, number % VERSIONS, versions)
             elif number < VERSIONS:

@@ -24,7 +24,6 @@ nodes is counted at their interfaces, headers included.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -157,8 +156,8 @@ def measure(ranks: Ranks, jobs: list[tuple[str, float]], rounds: int, repeats: i
     ]
 
 
-def _arguments() -> argparse.Namespace:
-    return options(
+def main() -> None:
+    arguments = options(
         __doc__,
         breakdown=False,
         sizes={"type": units.whole, "nargs": "+"},
@@ -168,10 +167,6 @@ def _arguments() -> argparse.Namespace:
         repeats=3,
         output=Path,
     )
-
-
-def main() -> None:
-    arguments = _arguments()
     torch.set_num_threads(1)  # the ranks share the cores
     breakdown = arguments.breakdown
     sizes = arguments.sizes or ([25_000_000, 110_000_000] if breakdown else SIZES)

@@ -30,10 +30,9 @@ from benchmarks.network import (
 from benchmarks.pages import papers as papers_report
 from benchmarks.pages import plans, tables
 from benchmarks.record import RESULTS, Row, recorded, rows_of, rule_of, shown_of
-from benchmarks.training import convergence_report as suite
+from benchmarks.training import causes, convergence, norms, papers_recipes, singular
 from benchmarks.training import frontier_report as frontier
 from benchmarks.training import lab_report as lab
-from benchmarks.training import norms, singular
 from benchmarks.training import step_factors as factors
 from sparcel.core.schemes import DEFAULT, RECOMMENDED
 from sparcel.tools.bench.report import tables as bench_tables
@@ -186,16 +185,16 @@ def trainings() -> Faults:
     yield from other(
         "docs/explanation/why.md",
         [
-            *suite.causes_table(rows["causes"]),
-            *suite.recipes_table(rows["papers_recipes"]),
+            *causes.causes_table(rows["causes"]),
+            *papers_recipes.recipes_table(rows["papers_recipes"]),
             *singular.errors_table(shown_of("singular")),
         ],
     )
     yield from other(
         "docs/records/training.md",
         [
-            *suite.suite_table(rows["convergence"]),
-            *suite.sweeps_table(rows["convergence_sweeps"], rows["convergence"]),
+            *convergence.suite_table(rows["convergence"]),
+            *convergence.sweeps_table(rows["convergence_sweeps"], rows["convergence"]),
             *frontier.other_settings_table(runs),
             *frontier.search_table([*runs, *rows["search"]]),
             *lab.trainings_table(lab.lab_rows()),

@@ -10,12 +10,14 @@ choice of coordinates, ``value_bits`` count scales. A message that travels dense
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+from statistics import median
 
 import torch
 
+from benchmarks.clock import in_turns
 from benchmarks.record import RESULTS, Row, machine, options, show, write
 from sparcel import SparseStream
 from sparcel.core.formats import Format, decode, format_named
@@ -39,13 +41,12 @@ def measured(density: float, repeats: int) -> list[Row]:
     indices = (torch.rand(SIZE) < density).nonzero().squeeze(1).int()
     stream = SparseStream(indices, torch.randn(indices.numel()), SIZE)
     formats = [format_named(name) for name in FORMATS]
-    messages = [format.encode(stream).message for format in formats]
-    encode: list[list[float]] = [[] for _ in formats]
-    read: list[list[float]] = [[] for _ in formats]
-    for _ in range(repeats):
-        for place, (format, message) in enumerate(zip(formats, messages, strict=True)):
-            encode[place].append(seconds(lambda f=format: f.encode(stream)))
-            read[place].append(seconds(lambda m=message: decode(m)))
+    jobs: dict[tuple[str, str], Callable[[], float]] = {}
+    for format in formats:
+        message = format.encode(stream).message
+        jobs["encode", format.name] = partial(seconds, partial(format.encode, stream))
+        jobs["decode", format.name] = partial(seconds, partial(decode, message))
+    took = {name: 1e9 * median(each) for name, each in in_turns(jobs, repeats, 0).items()}
     share = stream.nnz / SIZE
     entropy = -math.log2(share) - (1 - share) / share * math.log2(1 - share)
     return [
@@ -55,10 +56,9 @@ def measured(density: float, repeats: int) -> list[Row]:
             "format": format.name,
             "entropy": entropy,
             **bits(format, stream),
-            "encode_ns": 1e9 * statistics.median(encode[place]) / stream.nnz,
-            "decode_ns": 1e9 * statistics.median(read[place]) / stream.nnz,
+            **{f"{way}_ns": took[way, format.name] / stream.nnz for way in ("encode", "decode")},
         }
-        for place, format in enumerate(formats)
+        for format in formats
     ]
 
 

@@ -15,16 +15,17 @@ their overlap with the exact set.
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.clock import in_turns
 from benchmarks.record import machine, options, show, write
 from benchmarks.streams.paper_selectors import DoubleSampling, GaussianK
 from sparcel import _cpu
@@ -80,52 +81,36 @@ def timed(
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
     """Return the median time of each call in ms, all taking turns."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for repeat in range(repeats + 1):
-        for name, call in calls.items():
-            start = clock()
-            call()
-            if repeat:  # the first round warms up
-                times[name].append(1e3 * (clock() - start))
-    return {name: statistics.median(each) for name, each in times.items()}
+
+    def took(call: Callable[[], object]) -> float:
+        start = clock()
+        call()
+        return 1e3 * (clock() - start)
+
+    times = in_turns({name: partial(took, call) for name, call in calls.items()}, repeats)
+    return {name: median(each) for name, each in times.items()}
 
 
-def with_isa(isa: str, call: Callable[[], object]) -> Callable[[], object]:
-    """Return the call with its instruction set."""
-
-    def chosen() -> object:
-        _cpu.set_isa(isa)
-        return call()
-
-    return chosen
+def after(setting: Callable[[], object], call: Callable[[], object]) -> Callable[[], object]:
+    """Return the call after its setting."""
+    return lambda: (setting(), call())
 
 
 def calls_on(x: Tensor, isas: list[str]) -> dict[str, Callable[[], object]]:
     """Return the calls to time on one vector, by name."""
     target, memory = torch.empty_like(x), torch.randn(x.numel()) * x.std() * 1e-3
     addition = kernels.Addition(memory, x, target)
-    calls: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(x)}
-    for isa in isas:
-        for density in DENSITIES:
-            k = round(density * x.numel())
-            calls[f"{isa} topk {density:g}"] = with_isa(isa, partial(kernels.topk, x, k))
-            calls[f"{isa} accumulate {density:g}"] = with_isa(
-                isa, partial(kernels.accumulate_topk, addition, k)
-            )
-        calls[f"{isa} chunks {PER_CHUNK}/{CHUNK}"] = with_isa(
-            isa, partial(kernels.topk_chunked, x, PER_CHUNK, CHUNK)
-        )
-    return calls
-
-
-def with_threads(threads: int, call: Callable[[], object]) -> Callable[[], object]:
-    """Return the call with its number of threads."""
-
-    def run() -> object:
-        torch.set_num_threads(threads)
-        return call()
-
-    return run
+    own: dict[str, Callable[[], object]] = {}
+    for density in DENSITIES:
+        k = round(density * x.numel())
+        own[f"topk {density:g}"] = partial(kernels.topk, x, k)
+        own[f"accumulate {density:g}"] = partial(kernels.accumulate_topk, addition, k)
+    own[f"chunks {PER_CHUNK}/{CHUNK}"] = partial(kernels.topk_chunked, x, PER_CHUNK, CHUNK)
+    return {"copy": lambda: target.copy_(x)} | {
+        f"{isa} {name}": after(partial(_cpu.set_isa, isa), call)
+        for isa in isas
+        for name, call in own.items()
+    }
 
 
 def thread_gains(x: Tensor, repeats: int) -> dict[str, float]:
@@ -140,7 +125,7 @@ def thread_gains(x: Tensor, repeats: int) -> dict[str, float]:
     for density in DENSITIES:
         calls[f"topk {density:g}"] = partial(kernels.topk, x, round(density * x.numel()))
     by_threads = {
-        f"{threads} {name}": with_threads(threads, call)
+        f"{threads} {name}": after(partial(torch.set_num_threads, threads), call)
         for threads in (1, 2)
         for name, call in calls.items()
     }

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
+from benchmarks.clock import in_turns
 from benchmarks.record import RESULTS, Row, machine, show, write
 
 WIDTHS, BATCH, STEPS, WARM_UP = (512, 1024, 2048, 4096), 64, 41, 5
@@ -34,7 +35,7 @@ OPTIMIZERS = {
 
 
 class Training:
-    """A model in DDP, its data, and the seconds of its steps."""
+    """A model in DDP, and its data."""
 
     def __init__(self, width: int, optimizer: str, ahead: bool) -> None:
         torch.manual_seed(0)
@@ -42,32 +43,27 @@ class Training:
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.handle = sparcel.attach(self.model, "topk", density=0.01, ahead=ahead)
         self.data = torch.randn(BATCH, width)
-        self.forward: list[float] = []
-        self.step: list[float] = []
 
-    def turn(self) -> None:
-        """Do a step."""
+    def step(self) -> tuple[float, float]:
+        """Do a step, and return the seconds of its forward pass, and of all of it."""
         start = process_time()
         loss = self.model(self.data).square().mean()
-        self.forward.append(process_time() - start)
+        forward = process_time() - start
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.step.append(process_time() - start)
+        return forward, process_time() - start
 
 
 def row(width: int, optimizer: str) -> Row:
     """Return the milliseconds of forward passes and of steps, with step-ahead and without."""
     trainings = {ahead: Training(width, optimizer, ahead) for ahead in (False, True)}
-    for _ in range(WARM_UP + STEPS):
-        for training in trainings.values():
-            training.turn()
+    steps = {ahead: training.step for ahead, training in trainings.items()}
     found: Row = {"parameters": width * (width + 1), "optimizer": optimizer}
-    for ahead, training in trainings.items():
-        for what, seconds in (("forward", training.forward), ("step", training.step)):
-            key = f"{what}_ms" if ahead else f"{what}_without_ms"
-            found[key] = 1000 * median(seconds[WARM_UP:])
-        training.handle.close()
+    for ahead, times in in_turns(steps, STEPS, WARM_UP).items():
+        for what, seconds in zip(("forward", "step"), zip(*times, strict=True), strict=True):
+            found[f"{what}_ms" if ahead else f"{what}_without_ms"] = 1000 * median(seconds)
+        trainings[ahead].handle.close()
     added = found["forward_ms"] - found["forward_without_ms"]
     found["ahead_ns"] = 1e6 * added / found["parameters"]
     return found

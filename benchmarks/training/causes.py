@@ -21,6 +21,7 @@ from statistics import mean
 import torch
 from torch import Tensor, nn
 
+from benchmarks.pages.tables import table
 from benchmarks.record import Row, among, grid, run_all, runs_told
 from benchmarks.training.tasks import MOMENTUM, TASKS, batches, loss_of
 from sparcel.core.schemes import front_loaded
@@ -333,6 +334,41 @@ def assign(parameters: list[nn.Parameter], update: Tensor) -> None:
 def _finite(values: list[float]) -> float | None:
     average = mean(values)
     return average if math.isfinite(average) else None
+
+
+SHOWN = {
+    "dense": "dense",
+    "dense, 4 steps late": "dense, applied 4 steps late",
+    "dense, 77 steps late": "dense, applied 77 steps late",
+    "k, without memory": "1 %, without memory",
+    "k, memory decays by 0.95": "1 %, memory decays by 0.95",
+    "k": "1 %, with memory",
+    "k, density 3 %": "3 %, with memory",
+    "k, last 25 % dense": "1 %, the last quarter dense",
+    "k, ahead": "1 %, one step ahead",
+    "k, ahead by 10": "1 %, ten steps ahead",
+    "k, both": "1 %, ahead and front-loaded",
+    "k, both, owners keep": "the same, owners keep what does not win",
+    "scalecom": "one coordinate of each 100, by one rank",
+    "scalecom, ahead": "the same, one step ahead",
+    "EF21": "1 %, EF21's estimates for a memory",
+}
+"""The variants that why.md shows, with its words for them."""
+
+
+def causes_table(rows: list[Row]) -> Iterator[str]:
+    """Return the lines of a table of what each variant ended at, of one seed."""
+    found = {row["variant"]: row for row in rows}
+    columns = "variant", "accuracy", "loss", "dead units", "wait", "sent"
+    return table(columns, ([name, *_cause(found[key])] for key, name in SHOWN.items()))
+
+
+def _cause(row: Row) -> Iterator[str]:
+    yield f"{row['accuracy']:.1%}"
+    yield "diverged" if row["loss"] is None else f"{row['loss']:.3f}"
+    yield f"{row['dead_units']:.0%}"
+    yield "" if row["wait_steps"] is None else f"{row['wait_steps']:.0f}"
+    yield f"{row['mean_density']:.1%}"
 
 
 def main() -> None:

@@ -17,9 +17,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from math import exp
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
+from benchmarks.pages.tables import over_seeds, table
 from benchmarks.record import RESULTS, Row, among, run_all, runs_told
 from benchmarks.streams.paper_selectors import GaussianK
 from benchmarks.training.task_training import Method, train
@@ -85,6 +88,61 @@ def trained(data: Path, method: str, density: float, **run: Any) -> Row:
     if chosen.scheme != "dense":
         chosen = replace(chosen, settings={**chosen.settings, "density": density})
     return train(data, method=chosen, **run)
+
+
+SHOWN = "words", "characters", "images", "speech", "intents"
+IN_PERPLEXITY = "words", "characters"
+"""The tasks of which tables show perplexity; of the others they show points of accuracy."""
+
+
+def suite_table(rows: list[Row]) -> Iterator[str]:
+    """Return the lines of what sparcel's methods ended at over dense training, same seeds."""
+    dense = {(row["task"], row["seed"]): row for row in rows if row["method"] == "dense"}
+    of_words = {row["method"] for row in rows if row["task"] == "words"} - {"dense", "gaussiank"}
+    runs: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["method"] in of_words:
+            runs.setdefault(row["method"], []).append(row)
+    columns = "method", "bytes of words", *SHOWN
+    return table(columns, ([method, *_ends(found, dense)] for method, found in runs.items()))
+
+
+def _ends(runs: list[Row], dense: dict[tuple[str, int], Row]) -> Iterator[str]:
+    words = [(run, dense["words", run["seed"]]) for run in runs if run["task"] == "words"]
+    yield f"{mean(run['bytes_a_step'] / base['bytes_a_step'] for run, base in words):.1%}"
+    for task in SHOWN:
+        found = [(run, dense[task, run["seed"]]) for run in runs if run["task"] == task]
+        if task in IN_PERPLEXITY:
+            over = [100 * (exp(run["loss"] - base["loss"]) - 1) for run, base in found]
+        else:
+            over = [100 * (run["accuracy"] - base["accuracy"]) for run, base in found]
+        unit = " %" if task in IN_PERPLEXITY else ""
+        yield over_seeds(over, 1) + unit if found else ""
+
+
+def sweeps_table(sweeps: list[Row], suite: list[Row]) -> Iterator[str]:
+    """Return the lines of the runs with other densities, batches and numbers of ranks."""
+    dense = {_setting(row): row for row in (*suite, *sweeps) if row["method"] == "dense"}
+    others = [
+        row
+        for row in sweeps
+        if row["task"] in SHOWN and row["method"] != "dense" and "250 steps" not in row["method"]
+    ]
+    others.sort(key=lambda row: (_setting(row), row["density_before"]))
+    columns = "task", "method", "ranks", "batch", "asked", "accuracy", "perplexity"
+    return table(columns, (_sweep(row, dense[_setting(row)]) for row in others))
+
+
+def _sweep(row: Row, base: Row) -> Iterator[str]:
+    yield from (row["task"], row["method"])
+    yield from (str(row[key]) for key in ("ranks", "batch"))
+    yield f"{row['density']:.1%}"
+    yield f"{100 * (row['accuracy'] - base['accuracy']):+.2f}"
+    yield f"{100 * (exp(row['loss'] - base['loss']) - 1):+.1f} %"
+
+
+def _setting(row: Row) -> tuple[str, int, int, int]:
+    return row["task"], row["ranks"], row["batch"], row["seed"]
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ float32 in the same turn.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -125,8 +124,8 @@ def on_processes(ranks: int, link: Link | None) -> list[Row]:
     return rows
 
 
-def _arguments() -> argparse.Namespace:
-    return options(
+def main() -> None:
+    arguments = options(
         __doc__,
         ranks=[4, 8],
         size={"type": units.whole, "default": 5_000_000},
@@ -136,10 +135,6 @@ def _arguments() -> argparse.Namespace:
         rate=parse_rate,
         output=Path,
     )
-
-
-def main() -> None:
-    arguments = _arguments()
     if RANK_OF in os.environ:
         torch.set_num_threads(1)
         with connected(("gloo",)) as (engine,):

@@ -199,12 +199,10 @@ def rows_for(arguments: argparse.Namespace) -> Iterator[Row]:
     return all_rows(SHAPE, (SHAPE, LARGER), arguments.rounds, arguments.repeats)
 
 
-def _arguments() -> argparse.Namespace:
-    return options(__doc__, rounds=5, repeats=3, memory=False, train=Path, steps=200, output=Path)
-
-
 def main() -> None:
-    arguments = _arguments()
+    arguments = options(
+        __doc__, rounds=5, repeats=3, memory=False, train=Path, steps=200, output=Path
+    )
     torch.set_num_threads(1)  # the ranks share the cores
     rows, head = [], {**machine(DATA=arguments.train), "network": network()}
     for row in rows_for(arguments):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import cycle, product
+from itertools import cycle
 from statistics import median
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import sparcel
-from benchmarks.clock import Clock, Timed
+from benchmarks.clock import Clock, Timed, in_turns
 from benchmarks.record import Row
 from benchmarks.training.fsdp_model import (
     ALONE,
@@ -97,7 +97,7 @@ def _steps(
     replicas = {label: Replica(method, mesh, shape) for label, method in METHODS.items()}
     batches = random_batches(1)
     jobs = {label: partial(_next_step, replica, batches) for label, replica in replicas.items()}
-    found = _in_turns(clock, jobs, rounds, repeats)
+    found = _timed(clock, jobs, rounds, repeats)
     vectors = vectors_of(replicas[ALONE].model)
     floors = {METHODS[label].dtype: found[label]["all_ms"] for label in (ALONE, ALONE_HALF)}
     for label, replica in replicas.items():
@@ -135,7 +135,7 @@ def _exchanges(
     jobs = {
         label: partial(_next_exchange, one, cycle(gradients)) for label, one in exchanges.items()
     }
-    found = _in_turns(clock, jobs, rounds, repeats)
+    found = _timed(clock, jobs, rounds, repeats)
     for label, exchange in exchanges.items():
         yield {
             "what": "exchange",
@@ -156,15 +156,12 @@ def _next_exchange(
     return exchange.run
 
 
-def _in_turns(
+def _timed(
     clock: Clock, jobs: Mapping[str, Callable[[], Run]], rounds: int, repeats: int
 ) -> dict[str, Row]:
     """Time what each job returns, in turns, after one that warms up."""
-    found: dict[str, list[Timed]] = {label: [] for label in jobs}
-    for turn, (label, job) in product(range(-1, rounds), jobs.items()):
-        for _ in range(repeats):
-            timed = clock.timed(job())
-            found[label] += [timed] if turn >= 0 else []
+    calls = {label: lambda job=job: clock.timed(job()) for label, job in jobs.items()}
+    found: dict[str, list[Timed]] = in_turns(calls, rounds, repeats=repeats)
     return {
         label: {
             "ms": median(one.ms for one in timed),

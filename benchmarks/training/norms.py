@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -34,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.clock import Clock
+from benchmarks.clock import Clock, in_turns
 from benchmarks.pages.tables import table
 from benchmarks.record import Row, machine, rows_of, show, write
 from sparcel import simulate
@@ -138,7 +139,8 @@ def shared(tensors: list[Tensor], comm: Communicator) -> Tensor:
     return parallel(kernels.sums_of_squares, tensors, comm, additive=True)
 
 
-WAYS = {"everyone": everyone, "parallel": shared}
+Way = Callable[[list[Tensor], Communicator], Tensor]
+WAYS: dict[str, Way] = {"everyone": everyone, "parallel": shared}
 
 
 def rates_of(squares: Tensor) -> list[float]:
@@ -182,7 +184,7 @@ def on_simulated(model: str, ranks: int, rounds: int) -> Iterator[Row]:
 
             def on_rank(
                 comm: SimulatedCommunicator,
-                compute: Callable[[list[Tensor], Communicator], Tensor] = compute,
+                compute: Way = compute,
             ) -> list[float]:
                 comm.rates = ALWAYS
                 return rates_of(compute(tensors, comm))
@@ -205,12 +207,12 @@ def on_ranks(comm: Communicator, rounds: int) -> Iterator[Row]:
         by_measured = chooses(tensors, comm, measured)
         by_default = chooses(tensors, comm, cost.default_rates())
         comm.rates = ALWAYS
-        times: dict[str, list[float]] = {way: [] for way in WAYS}
-        for number in range(rounds + 2):
-            for way, compute in WAYS.items():
-                timed = clock.timed(lambda: rates_of(compute(tensors, comm)))  # noqa: B023
-                if number > 1:
-                    times[way].append(1e-3 * timed.ms)
+
+        def timed(compute: Way, tensors: list[Tensor] = tensors) -> float:
+            return 1e-3 * clock.timed(lambda: rates_of(compute(tensors, comm))).ms
+
+        jobs = {way: partial(timed, compute) for way, compute in WAYS.items()}
+        times = in_turns(jobs, rounds, 2)
         yield row(model, comm.size, times, chosen=by_measured, chosen_by_default=by_default)
 
 

@@ -11,11 +11,13 @@ has are not repeated. ``--steps 2000 --recipes scalecom`` trains longer; recipes
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
 
 import sparcel
+from benchmarks.pages.tables import over_seeds, table
 from benchmarks.record import Row, among, grid, run_all, runs_told
 from benchmarks.training.task_training import Method, Run, evaluate
 from benchmarks.training.tasks import TASKS
@@ -133,6 +135,32 @@ def train(data: Path, recipe: str, method: str, seed: int, steps: int) -> Row:
         "density_after": report.results[0].density_after,
         "bytes_a_step": max(volumes) / steps,
     }
+
+
+def recipes_table(rows: list[Row]) -> Iterator[str]:
+    """Return the lines of the papers' recipes, each beside dense training with the same seeds."""
+    dense = {_training(row): row for row in rows if row["method"] == "dense"}
+    found: dict[tuple[str, int], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row["seed"]):
+        if row["method"] != "dense":
+            found.setdefault((row["recipe"], row["steps"]), []).append(row)
+    columns = "recipe", "batch", "steps", "seeds", "dense", "accuracy", "over dense", "sent"
+    return table(
+        columns, (_recipe(recipe, found[recipe, steps], dense) for recipe, steps in sorted(found))
+    )
+
+
+def _recipe(recipe: str, runs: list[Row], dense: dict[tuple[int, int, int], Row]) -> Iterator[str]:
+    pairs = [(run, dense[_training(run)]) for run in runs]
+    yield from (recipe, str(runs[0]["batch"]), str(runs[0]["steps"]), str(len(runs)))
+    yield f"{mean(base['accuracy'] for _, base in pairs):.2%}"
+    yield f"{mean(run['accuracy'] for run in runs):.2%}"
+    yield over_seeds([100 * (run["accuracy"] - base["accuracy"]) for run, base in pairs], 2)
+    yield f"{mean(run['density_before'] for run in runs):.1%}"
+
+
+def _training(row: Row) -> tuple[int, int, int]:
+    return row["batch"], row["steps"], row["seed"]
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
+from benchmarks.clock import in_turns
 from benchmarks.record import machine, options, show, write
 
 SCHEMES = ("topk", "gtopk", "oktopk")
@@ -36,7 +37,7 @@ Figures = dict[str, float]
 
 
 class Training:
-    """One row: a model of its own, and what each of its steps took on this rank."""
+    """One row: a model of its own."""
 
     def __init__(self, arguments: argparse.Namespace, scheme: str, scope: str) -> None:
         torch.manual_seed(0)
@@ -52,7 +53,6 @@ class Training:
         )
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.batch = torch.randn(arguments.batch, width, generator=generator)
-        self.steps: list[Figures] = []
 
     def timed(self) -> float:
         """Return the seconds of a forward and a backward pass, which all ranks begin together."""
@@ -62,29 +62,28 @@ class Training:
         self.model(self.batch).square().mean().backward()
         return perf_counter() - start
 
-    def step(self) -> None:
+    def step(self) -> Figures:
         """Time a step with the exchange, and one without."""
         step_s = self.timed()
         last = self.handle.stats().last
         with self.model.no_sync():
             compute_s = self.timed()
-        self.steps.append(
-            {
-                "step_ms": 1e3 * step_s,
-                "added_ms": 1e3 * (step_s - compute_s),
-                "select_ms": 1e3 * last.select_seconds,
-                "communicate_ms": 1e3 * last.communicate_seconds,
-                "sent_kb": last.bytes_sent / 1e3,
-                "messages": last.messages_sent,
-            }
-        )
+        return {
+            "step_ms": 1e3 * step_s,
+            "added_ms": 1e3 * (step_s - compute_s),
+            "select_ms": 1e3 * last.select_seconds,
+            "communicate_ms": 1e3 * last.communicate_seconds,
+            "sent_kb": last.bytes_sent / 1e3,
+            "messages": last.messages_sent,
+        }
 
-    def row(self) -> Figures:
-        """Return the medians of the steps as means over ranks; all ranks call."""
-        mine = {name: median(step[name] for step in self.steps) for name in self.steps[0]}
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
-        return {name: mean(rank[name] for rank in ranks) for name in mine}
+
+def mean_of_medians(steps: list[Figures]) -> Figures:
+    """Return the medians of steps as means over ranks; all ranks call."""
+    mine = {name: median(step[name] for step in steps) for name in steps[0]}
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    return {name: mean(rank[name] for rank in ranks) for name in mine}
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, Figures]:
@@ -94,14 +93,11 @@ def measured(arguments: argparse.Namespace) -> dict[str, Figures]:
         for scheme in SCHEMES
         for scope in SCOPES
     }
-    for training in trainings.values():
-        for _ in range(WARM_UP):
-            training.step()
-        training.steps.clear()
-    for _ in range(arguments.steps):
-        for training in trainings.values():
-            training.step()
-    rows = {name: training.row() for name, training in trainings.items()}
+    steps = {name: training.step for name, training in trainings.items()}
+    rows = {
+        name: mean_of_medians(found)
+        for name, found in in_turns(steps, arguments.steps, WARM_UP).items()
+    }
     for training in trainings.values():
         training.handle.close()
     return rows
