@@ -20,7 +20,7 @@ from sparcel.core.cost import Problem, count
 from sparcel.core.cost.formulas import by_regions
 from sparcel.core.formats import format_named
 from sparcel.core.kernels import Regions
-from sparcel.core.regions import phase
+from sparcel.core.regions import leg
 
 BEFORE = "958b5150"
 """The commit of which `counts` keeps the rows: the last one before the three passes."""
@@ -131,7 +131,7 @@ def room() -> dict[str, float]:
     regions, found = Regions.of(SIZE, RANKS), {}
     for name, (shares, format) in TRAVELS.items():
         up, down = (
-            phase(regions, ((SIZE, one),), format_named(format), torch.float32) for one in shares
+            leg(regions, ((SIZE, one),), format_named(format), torch.float32) for one in shares
         )
         # What goes up and what arrives, each with the own part's place, and what comes down.
         found[name] = RANKS * (2 * max(up.bounds) + max(down.bounds)) / SIZE
