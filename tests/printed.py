@@ -23,6 +23,7 @@ Commands that sentences name, in backticks, are checked too: ``make``, ``python`
 
 from __future__ import annotations
 
+import ast
 import difflib
 import io
 import os
@@ -168,6 +169,17 @@ def difference(shown: str, told: str, numbers_vary: bool) -> str:
     return f"prints\n{told}\nand the page shows\n{shown}"
 
 
+TELLING = "options", "runs_told"
+"""Functions of benchmarks that take the options of a script as keywords."""
+
+
+def told_by_default(source: str) -> Iterator[str]:
+    """Yield the options of a script that are keywords of a call."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in TELLING:
+            yield from (f"--{one.arg.replace('_', '-')}" for one in node.keywords if one.arg)
+
+
 def faults(words: list[str]) -> Iterator[str]:
     """Yield what is wrong with a command, as far as it is of this repository."""
     for place, word in enumerate(words):
@@ -189,7 +201,7 @@ def faults(words: list[str]) -> Iterator[str]:
             script = ROOT / (word if "/" in word else f"{word.replace('.', '/')}.py")
             source = script.read_text() if script.exists() else ""
             options = {one.partition("=")[0] for one in rest if re.match("--?[a-z]", one)}
-            known = {"--help", *re.findall(r'"(--?[a-z][\w-]*)"', source)}
+            known = {"--help", *re.findall(r'"(--?[a-z][\w-]*)"', source), *told_by_default(source)}
             yield from (f"{word} has no {one}" for one in options - known)
             if not source:
                 yield f"no script {word}"
