@@ -25,6 +25,7 @@ from torch.distributed import DistStoreError
 import sparcel
 from sparcel import simulate
 from sparcel.core.comm import Call, Communicator, LostPeerError
+from sparcel.core.comm.connected import ConnectedCommunicator
 from sparcel.core.ops import MAX, MIN, PRODUCT, SUM
 from sparcel.core.schemes import Bidirectional
 from sparcel.errors import CommunicationError, InputError, MismatchError
@@ -153,7 +154,7 @@ def on_a_bucket(comm: Communicator, path: str) -> list[list[int]]:
     """Make a communicator over a bucket beside that of the workers; also submit jobs."""
     store = BucketStore(path).under("run")
     meeting = BucketRendezvous(store, list(range(comm.size)), comm.rank, 60.0)
-    other = sparcel.comm.ConnectedCommunicator(meeting)
+    other = ConnectedCommunicator(meeting)
     jobs = [other.submit(partial(gathers, other)) for _ in range(3)]
     results = [job.wait() for job in jobs]
     other.close()
