@@ -57,8 +57,9 @@ def options(doc: str | None, *paths: str, **defaults: Any) -> argparse.Namespace
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for path in paths:  # a plural takes several
-        parser.add_argument(path, type=Path, nargs="+" if path == "places" else None)
+    for path in paths:
+        several = path == "places"  # paths or URLs
+        parser.add_argument(path, type=str if several else Path, nargs="+" if several else None)
     for name, default in defaults.items():
         told = {"default": default, "help": f"default: {default}".replace("%", "%%")}
         if isinstance(default, dict):

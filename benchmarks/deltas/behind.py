@@ -70,7 +70,8 @@ def behind(store: delta.Store, to: int) -> Row:
 def main() -> None:
     given = options(__doc__, "folder", "places", output=RESULTS / "deltas_behind.json")
     torch.set_num_threads(1)
-    origin = machine(FOLDER=given.folder)
+    places = {f"PLACE{number}": Path(one) for number, one in enumerate(given.places, 1)}
+    origin = machine(FOLDER=given.folder, **places)
     files = pairs(given.folder, [LR], VERSIONS)[LR]
     rows = [
         behind(published(place, files), to)
