@@ -10,8 +10,8 @@
 #include <type_traits>
 #include <utility>
 
-#include "base/memory_pool.hpp"
 #include "base/buffer.hpp"
+#include "base/memory_pool.hpp"
 #include "base/numbers.hpp"
 
 namespace sparcel {
