@@ -202,14 +202,19 @@ def test_messages_are_swapped_and_spread_by_one_read(
         )
 
 
-def test_a_message_of_another_length_than_it_says_never_fills_a_row(card: torch.device) -> None:
+@pytest.mark.parametrize("nbytes", [17, 19])
+def test_a_message_of_another_length_than_it_says_never_fills_a_row(
+    card: torch.device, nbytes: int
+) -> None:
+    message = torch.cat([written(0, 9), torch.zeros(1, dtype=torch.uint8)])
+
     def exchange(comm: Communicator) -> None:
         if comm.rank == 0:
-            comm.spread(written(0, 9)[:-1], [40, 40], length)
+            comm.spread(message[:nbytes], [40, 40], length)
         else:
             carry(comm, card).spread(moved(written(1, 9)), [40, 40], length)
 
-    with pytest.raises(MismatchError, match="sent 17 bytes to rank 1, which expected 18"):
+    with pytest.raises(MismatchError, match=f"sent {nbytes} bytes to rank 1, which expected 18"):
         simulate(2, exchange)
 
 

@@ -530,3 +530,14 @@ def test_threads_fork_at_once(tmp_path):
         thread.join(30)
         assert not thread.is_alive()
     assert all_right(cached)
+
+
+def test_a_record_in_the_place_of_another_sample_is_torn(tmp_path):
+    kept = disk.Disk(tmp_path, "samples", 2)
+    kept.open(lambda *_: True, 0)
+    kept.put({0: bytes(100), 1: bytes([1]) * 100})
+    assert [len(record) >= 100 for record in kept.get(range(2)).values()] == [True, True]
+    file = kept._opened()
+    for place, entry in enumerate([file.entry(1), file.entry(0)]):
+        file.enter(place, entry)
+    assert [len(record) for record in kept.get(range(2)).values()] == [0, 0]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import sparcel
 from sparcel import simulate
+from sparcel.core.auto import fastest_format
 from sparcel.core.schemes import Auto, Dense, Request
 from sparcel.core.schemes.auto import CANDIDATES
 from sparcel.errors import CommunicationError, InputError, MismatchError
@@ -165,6 +166,18 @@ def test_rates_decide_what_is_predicted():
 
     assert set(simulate(4, lambda comm: on_rank(comm, 1e11)).results) == {"dense"}
     assert "dense" not in simulate(4, lambda comm: on_rank(comm, 1e7)).results
+
+
+def test_formats_are_chosen_by_the_rates_of_now():
+    def on_rank(comm):
+        scheme, chosen = sparcel.scheme("topk", density=0.01, format="auto"), []
+        for bandwidth in (1e6, 1e11, 1e6):
+            comm.rates = sparcel.cost.stated_rates(bandwidth=bandwidth, latency_s=1e-6, ranks=2)
+            chosen.append(scheme.plan(torch.zeros(100_000), comm, Request()).format)
+            assert chosen[-1] == fastest_format(100_000, 1000, comm.rates)
+        assert chosen[0] != chosen[1]
+
+    simulate(2, on_rank)
 
 
 def test_rates_that_differ_are_an_error_on_all_ranks():
