@@ -194,6 +194,18 @@ def test_pushes_are_rounded_otherwise_at_each_step_and_place_and_right_on_averag
     assert np.abs(found.mean(axis=(0, 1)) - values[:, 0]).max() < 6 / 14 / 600**0.5
 
 
+def test_no_two_values_of_a_step_are_rounded_by_the_same_random_number(monkeypatch):
+    places, pack = [], RoundedEncoding.pack
+
+    def noting(self, values, tail, step, place):
+        places.extend((step, place + number) for number in range(len(values)))
+        return pack(self, values, tail, step, place)
+
+    monkeypatch.setattr(RoundedEncoding, "pack", noting)
+    simulate(3, lambda comm: trained(comm, algorithm="sharded", bits=4))
+    assert len(set(places)) == len(places) > 0
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_sums_are_rounded_otherwise_at_each_step_and_right_on_average(ranks):
     values = np.linspace(-1, 1, DIMENSIONS, dtype=np.float32)
