@@ -12,6 +12,7 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from typing_extensions import override
 
 from sparcel.core.comm.communicator import Communicator, exchanging
 from sparcel.core.comm.engine import Arrived, Bounds, Engine, Leaving, PeerErrors, Traffic
@@ -151,8 +152,8 @@ class ConnectedCommunicator(Communicator):
         self._executor.engines.append(self.engine)
 
     @exchanging
+    @override
     def exchange_parts(self, sends: Leaving, receives: Bounds, control: int) -> Arrived:
-        """See `Communicator.exchange_parts`."""
         received = self.engine.exchange(sends, receives, self.calls.fingerprint, control)
         self.traffic.count_parts(sends.values(), received.values())
         return received
@@ -166,8 +167,8 @@ class ConnectedCommunicator(Communicator):
         """Return the ranks whose connections have ended, as far as it is known."""
         return self.engine.lost()
 
+    @override
     def run(self, job: Callable[[], T]) -> T:
-        """See `Communicator.run`."""
         if self._in_job():
             return job()
         self._check_open()
@@ -175,8 +176,8 @@ class ConnectedCommunicator(Communicator):
             return self._executor.submit(as_here(job, self.device)).wait()
         return self._executor.run(job)
 
+    @override
     def submit(self, job: Callable[[], T]) -> Job[T]:
-        """See `Communicator.submit`."""
         self._check_open()
         if self.device.type != "cpu":
             return submit_beside(self._family.side, self._executor.submit, job)

@@ -9,6 +9,7 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+from typing_extensions import override
 
 from sparcel.core.comm.communicator import Communicator
 from sparcel.core.comm.engine import ALL_CONTROL, Arrived, Bounds, Leaving, Rows, as_rows, whole
@@ -136,10 +137,10 @@ class Staged(Communicator):
         return self._in_rows(dict(enumerate(arrived)), bounds, length)
 
     @timed("messages")
+    @override
     def all_to_all(
         self, message: Tensor, leaving: Sequence[int], arriving: Sequence[int]
     ) -> Tensor:
-        """See `Communicator.all_to_all`."""
         (near,) = self._to_host([message])
         return self._to_gpu(self.inner.all_to_all(near, leaving, arriving))
 
@@ -161,16 +162,16 @@ class Staged(Communicator):
         """See `Communicator.run`; the job's work on the GPU goes to the caller's stream."""
         return self.inner.run(as_here(job, self.device))
 
+    @override
     def submit(self, job: Callable[[], T]) -> Job[T]:
-        """See `Communicator.submit`."""
         return submit_beside(self._side, self.inner.submit, job)
 
     def close(self) -> None:
         """Close the communicator that carries the messages."""
         self.inner.close()
 
+    @override
     def nodes(self) -> list[int]:
-        """See `Communicator.nodes`."""
         return self.inner.nodes()
 
     def _parted(self, message: Tensor, control: int) -> list[Tensor]:

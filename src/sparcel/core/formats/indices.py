@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from sparcel.core import device, kernels
 from sparcel.errors import FormatError
@@ -86,12 +87,12 @@ class ChunkedIndices(RawIndices):
     counts.
     """
 
+    @override
     def nbytes(self, count: int, size: int) -> int:
-        """See `IndexCode.nbytes`."""
         return min(super().nbytes(count, size), _chunked_bytes(count, size))
 
+    @override
     def encode(self, indices: Tensor, size: int) -> Tensor:
-        """See `IndexCode.encode`."""
         if not self._counts_pay(indices.numel(), size):
             return super().encode(indices, size)
         counts = torch.searchsorted(indices, _chunk_starts(size, indices)).diff()
@@ -100,8 +101,8 @@ class ChunkedIndices(RawIndices):
         three_bytes = pairs.view(torch.uint8).view(-1, 4)[:, :3]
         return torch.cat((counts.to(torch.int16).view(torch.uint8), three_bytes.flatten()))
 
+    @override
     def decode(self, content: Tensor, count: int, size: int) -> Tensor:
-        """See `IndexCode.decode`."""
         if not self._counts_pay(count, size):
             return super().decode(content, count, size)
         counts = content[: 2 * _chunks(size)].view(torch.int16).long() & 0xFFFF

@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from sparcel.core import kernels
 from sparcel.core._checks import checked_flag, checked_whole
@@ -69,20 +70,20 @@ class PlainValues(ValueCode):
     loses: ClassVar[bool] = False
 
     @property
+    @override
     def name(self) -> str:
-        """See `ValueCode.name`."""
         return "plain"
 
+    @override
     def part_bytes(self, count: int, value_bytes: int) -> Sequence[int]:
-        """See `ValueCode.part_bytes`."""
         return (count * value_bytes,)
 
+    @override
     def encode(self, values: Tensor, key: int) -> Written:
-        """See `ValueCode.encode`."""
         return Written([values], values)
 
+    @override
     def decode(self, parts: Sequence[Tensor], count: int, dtype: torch.dtype) -> Tensor:
-        """See `ValueCode.decode`."""
         return parts[0].view(dtype)
 
 
@@ -106,26 +107,26 @@ class HalfValues(ValueCode):
         checked_name(self.dtype, _HALVES, "a 16-bit dtype")
 
     @property
+    @override
     def name(self) -> str:
-        """See `ValueCode.name`."""
         return self.dtype
 
     @property
+    @override
     def detail(self) -> int:
-        """See `ValueCode.detail`."""
         return list(_HALVES).index(self.dtype)
 
+    @override
     def part_bytes(self, count: int, value_bytes: int) -> Sequence[int]:
-        """See `ValueCode.part_bytes`."""
         return (2 * count,)
 
+    @override
     def encode(self, values: Tensor, key: int) -> Written:
-        """See `ValueCode.encode`."""
         narrow = kernels.limited(values, _HALVES[self.dtype])
         return Written([narrow], kernels.limited(narrow, values.dtype))
 
+    @override
     def decode(self, parts: Sequence[Tensor], count: int, dtype: torch.dtype) -> Tensor:
-        """See `ValueCode.decode`."""
         return kernels.limited(parts[0].view(_HALVES[self.dtype]), dtype)
 
 
@@ -182,8 +183,8 @@ class FewBits(ValueCode):
         checked_whole(self.seed, "seed")
 
     @property
+    @override
     def name(self) -> str:
-        """See `ValueCode.name`."""
         return str(self.bits)
 
     @property
@@ -197,8 +198,8 @@ class FewBits(ValueCode):
         scales = kernels.scales_count(count, self.bits, self.block, self.stochastic)
         return scales * _SCALES[self.scale].itemsize, kernels.code_bytes(count, self.bits)
 
+    @override
     def encode(self, values: Tensor, key: int) -> Written:
-        """See `ValueCode.encode`."""
         by = kernels.quantize(
             values,
             self.bits,
@@ -208,8 +209,8 @@ class FewBits(ValueCode):
         )
         return Written([by.scales, by.codes], by.values)
 
+    @override
     def decode(self, parts: Sequence[Tensor], count: int, dtype: torch.dtype) -> Tensor:
-        """See `ValueCode.decode`."""
         scales, codes = parts
         scales = scales.view(_SCALES[self.scale])
         return kernels.limited(

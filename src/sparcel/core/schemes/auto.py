@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from sparcel.core import cost, device
 from sparcel.core.collectives.dense import check_agreement
@@ -85,8 +86,8 @@ class Auto(Selecting):
         """The predicted seconds of a step, by method; empty before the first step."""
         return dict(self._predicted)
 
+    @override
     def reduce(self, step: Step) -> Outcome:
-        """See `Scheme.reduce`."""
         self._choose(step)
         # Such a step has no memory to send or keep, so it can use the engine's dense all-reduce.
         self._sent_whole = self.chosen == "dense" and not (self._owing or self._alters)

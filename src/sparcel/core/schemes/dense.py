@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from sparcel.core import kernels
 from sparcel.core.collectives.dense import check_agreement
@@ -42,8 +43,8 @@ class Dense(Scheme):
     def __post_init__(self) -> None:
         wired_dtype(self.wire, torch.float32)
 
+    @override
     def reduce(self, step: Step) -> Outcome:
-        """See `Scheme.reduce`."""
         gradient, comm, size = step.gradient, step.comm, step.gradient.numel()
         with step.request.costs.communicating():
             # An average cannot overflow half precision, but a sum could.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from sparcel.core import patterns
 from sparcel.core._checks import checked_whole
@@ -64,8 +65,8 @@ class Hierarchical(Scheme):
         wired_dtype(self.wire, torch.float32)
         self.inner = self.inner.fresh()
 
+    @override
     def __str__(self) -> str:
-        """See `Scheme.__str__`."""
         nodes = "" if self.ranks_per_node is None else f", ranks_per_node={self.ranks_per_node}"
         wire = "" if self.wire is None else f", wire={self.wire!r}"
         return f"Hierarchical({self.inner}{nodes}{wire})"
@@ -76,26 +77,26 @@ class Hierarchical(Scheme):
         return self.coordinates().get("memory")
 
     @property
+    @override
     def remembers(self) -> tuple[str, ...]:
-        """See `Scheme.remembers`."""
         return self.inner.remembers
 
     @property
+    @override
     def holds_back(self) -> bool:
-        """See `Scheme.holds_back`."""
         return self.inner.holds_back
 
     @property
+    @override
     def momentum(self) -> float:
-        """See `Scheme.momentum`."""
         return self.inner.momentum
 
+    @override
     def connect(self, comm: Communicator) -> None:
-        """See `Scheme.connect`."""
         self.inner.connect(comm.grid(self.ranks_per_node).across)
 
+    @override
     def reduce(self, step: Step) -> Outcome:
-        """See `Scheme.reduce`."""
         gradient, comm, request, _, out = step
         here = comm.grid(self.ranks_per_node)
         node, wired = Wire(here.node), gradient.dtype
@@ -141,13 +142,13 @@ class Hierarchical(Scheme):
         shards = self.inner.coordinates()
         return {name: self._placed(shard, start, stop) for name, shard in shards.items()}
 
+    @override
     def forget(self) -> None:
-        """See `Scheme.forget`."""
         self._loaded = None
         self.inner.forget()
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See `Scheme.state_dict`."""
         inner = self._loaded or self.inner.state_dict()
         rest = {name: part for name, part in inner.items() if name not in self.remembers}
         return rest | super().state_dict()

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import override
+
 from sparcel.core._checks import checked_number, checked_whole
 from sparcel.core.collectives.broadcast import broadcast
 from sparcel.core.collectives.doubling import halving_doubling
@@ -71,8 +73,8 @@ class ScaleCom(Selecting):
         super().__post_init__()
         self._set_filter()
 
+    @override
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `Scheme.restore`."""
         super().restore(state)
         self._set_filter()
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from typing_extensions import override
+
 from sparcel.core._checks import check_type
 from sparcel.core.memory import Share
 from sparcel.core.schemes.base import STATE_HINT
@@ -41,13 +43,13 @@ class Selecting(Sparsifier):
         super().__post_init__()
         self.selector = make_selector(self.selector)
 
+    @override
     def fresh(self) -> Self:
-        """See `Scheme.fresh`."""
         assert isinstance(self.selector, Selector), "__post_init__ made one"
         return replace(self, selector=self.selector.fresh())
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See `Scheme.state_dict`."""
         selectors = [share.selector.state_dict() for share in self._shares] or self._loaded
         return super().state_dict() | {"selectors": selectors}
 
@@ -60,8 +62,8 @@ class Selecting(Sparsifier):
             assert isinstance(self.selector, Selector), "__post_init__ made one"
             self.selector.fresh().load_state_dict(one)
 
+    @override
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `Scheme.restore`."""
         super().restore(state)
         self._shares, self._spans = [], None
         self._loaded = [dict(one) for one in state.get("selectors", [])]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from sparcel.core import auto
 from sparcel.core._checks import checked_number
@@ -78,18 +79,18 @@ class Sparsifier(Scheme):
         self._memory = Memory(self.momentum, self.clip)
 
     @property
+    @override
     def memory(self) -> Tensor | None:
-        """See `Scheme.memory`."""
         return self._memory.residual
 
     @property
+    @override
     def remembers(self) -> tuple[str, ...]:
-        """See `Scheme.remembers`."""
         return ("memory", "velocity") if self.momentum else ("memory",)
 
     @property
+    @override
     def holds_back(self) -> bool:
-        """See `Scheme.holds_back`."""
         return self.density < 1
 
     def _plan_terms(self, gradient: Tensor, request: Request) -> object:
@@ -136,8 +137,8 @@ class Sparsifier(Scheme):
         everything = ((spans[-1].stop, 1.0),), format
         return everything, everything
 
+    @override
     def reduce(self, step: Step) -> Outcome:
-        """See `Scheme.reduce`."""
         exchange = self._by_streams if step.plan.up is None else self._by_regions
         gradient, apart = step.gradient, step.request.apart
         if step.out is not gradient:
@@ -151,12 +152,12 @@ class Sparsifier(Scheme):
         super()._take_effect()
         self._memory.commit()
 
+    @override
     def coordinates(self, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
-        """See `Scheme.coordinates`."""
         return {name: part[start:stop] for name, part in self._memory.coordinates().items()}
 
+    @override
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `Scheme.restore`."""
         super().restore(state)
         self._memory.load(state)
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from typing_extensions import override
+
 from sparcel.core import auto
 from sparcel.core._checks import check_type, checked_number, checked_whole
 from sparcel.core.collectives import check_algorithm
@@ -163,8 +165,8 @@ class OkTopK(Selecting):
         super()._take_effect()
         self._estimates = self._renewed
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See `Scheme.state_dict`."""
         state = super().state_dict()
         if self.threshold == "reuse":
             state["estimates"] = asdict(self._estimates)
@@ -174,8 +176,8 @@ class OkTopK(Selecting):
         super()._check_state(state)
         _checked_estimates(state)
 
+    @override
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `Scheme.restore`."""
         super().restore(state)
         self._estimates = self._renewed = _checked_estimates(state)
 

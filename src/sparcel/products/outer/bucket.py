@@ -18,6 +18,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 from torch.distributed import DistStoreError
+from typing_extensions import override
 
 from sparcel.core.comm import (
     Arrived,
@@ -323,6 +324,6 @@ class BucketRendezvous(Rendezvous):
         """See `Rendezvous.engine`; nobody waits for the others before the first exchange."""
         return BucketEngine(self.store, self.members, self.rank, self.timeout, self.is_silent)
 
+    @override
     def failure(self) -> Failure:
-        """See `Rendezvous.failure`."""
         return BucketFailure(self.store, len(self.members), self.timeout)

@@ -22,6 +22,7 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub leaves it out
 from torch.distributed.distributed_c10d import PrefixStore
+from typing_extensions import override
 
 from sparcel.core.comm.communicator import exchanging
 from sparcel.core.comm.connected import ConnectedCommunicator, Rendezvous, connecting
@@ -146,21 +147,21 @@ class MpiRendezvous(Rendezvous):
             address = address_of_interface() or address_towards(store.host)
         return cls(store, members, comm.rank, timeout, own, address, [own])
 
+    @override
     def engine(self) -> MpiEngine:
-        """See `Rendezvous.engine`."""
         store = PrefixStore("idle", self.store)
         return MpiEngine(self.comm, store, self.members, self.rank, self.timeout, self.address)
 
+    @override
     def failure(self) -> MpiFailure:
-        """See `Rendezvous.failure`."""
         # Closing the first communicator closes all others. So it frees all of them, and its end is
         # the one that the process with the store waits for.
         first = self.comm is self.comms[0]
         comms, hosts_store = self.comms if first else [self.comm], first and self.rank == 0
         return MpiFailure(self.store, len(self.members), comms, self.timeout, hosts_store)
 
+    @override
     def subgroup(self, ranks: list[int], label: str) -> Self:
-        """See `Rendezvous.subgroup`."""
         comm = self.comm.Create_group(self.comm.group.Incl(ranks))
         self.comms.append(comm)
         return replace(super().subgroup(ranks, label), comm=comm)

@@ -21,6 +21,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
+from typing_extensions import override
 
 from sparcel import _cpu
 from sparcel.core.comm.engine import Arrived, Bounds, Leaving, MeshEngine, whole
@@ -172,8 +173,8 @@ class MpiEngine(MeshEngine):
         if sent is not tensor:
             tensor.copy_(sent)
 
+    @override
     def abort(self) -> None:
-        """See `Engine.abort`."""
         self._aborted = True
         super().abort()
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 
 from mpi4py import MPI
 from torch.distributed.distributed_c10d import Store
+from typing_extensions import override
 
 from sparcel.core.comm.executor import Executor, at_exit
 from sparcel.core.comm.failure import STORE_SECONDS, Failure, answer_within, wait_until
@@ -47,8 +48,8 @@ class MpiFailure(Failure):
         self.finished: bool | None = None
         """Whether all ranks finished within the time given; None before `finish`."""
 
+    @override
     def finish(self, patience: float) -> bool:
-        """See `Failure.finish`."""
         self.finished = super().finish(patience)
         if self.finished:
             self._acknowledge()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from typing_extensions import override
 
 from sparcel.core.comm.communicator import Communicator, exchanging
 from sparcel.core.comm.connected import ConnectedCommunicator, Rendezvous, connecting
@@ -220,8 +221,8 @@ class TorchRendezvous(Rendezvous):
         place = here if backend == "nccl" else on_host
         return cls(store, members, group.rank(), timeout, backend, place)
 
+    @override
     def engine(self) -> Engine:
-        """See `Rendezvous.engine`."""
         if self.backend == "nccl":
             store = PrefixStore("idle", self.store)
             return NcclEngine(store, self.members, self.rank, self.timeout, self.device)

@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
+from typing_extensions import override
 
 from sparcel.core.comm.engine import (
     ALL_CONTROL,
@@ -164,8 +165,8 @@ class NcclEngine(MeshEngine):
         if self.waiting and time.monotonic() - self._since > self.timeout:
             raise self._errors.late(self.timeout)
 
+    @override
     def abort(self) -> None:
-        """See `Engine.abort`."""
         self._aborted = True
         super().abort()
         self._group.abort()
