@@ -57,7 +57,7 @@ class Method:
     settings: Settings = field(default_factory=Settings)
     ahead: bool = True
 
-    def make(self) -> sparcel.Scheme:
+    def make(self) -> sparcel.schemes.Scheme:
         return sparcel.scheme(self.scheme, **self.settings)
 
 

@@ -43,7 +43,7 @@ class Method:
     ahead: bool = True
     frontload: bool = True
 
-    def make(self) -> sparcel.Scheme:
+    def make(self) -> sparcel.schemes.Scheme:
         return sparcel.scheme(self.scheme, **self.settings)
 
     def told(self) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 // The module. Bindings check only arguments that could lead to invalid memory accesses;
-// sparcel.kernels checks the rest, with better error messages.
+// sparcel.core.kernels checks the rest, with better error messages.
 #include "base/bindings.hpp"
 
 #include "simd/kernels.hpp"
@@ -36,7 +36,7 @@ void bind_blocks(nb::module_& module) {
 NB_MODULE(_cpu, module) {
     // A thread may still use a mesh when the interpreter exits; that leak does not matter.
     nanobind::set_leak_warnings(false);
-    module.doc() = "CPU kernels of sparcel; sparcel.kernels documents them.";
+    module.doc() = "CPU kernels of sparcel; sparcel.core.kernels documents them.";
     sparcel::bind_isa(module);
     sparcel::bind_blocks(module);
     sparcel::bind_ahead(module);

@@ -1,4 +1,4 @@
-// Operations by their names in sparcel.ops.
+// Operations by their names in sparcel.core.ops.
 #pragma once
 
 #include <string_view>

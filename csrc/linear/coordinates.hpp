@@ -116,7 +116,7 @@ constexpr uint32_t kBefore = uint32_t{1} << 30, kAfter = uint32_t{1} << 31;
 // The curvature that bounds what a row's loss gains from all changes of its margin together. If n
 // entries are chosen, the square of their sum is at most n times the sum of their squares. A row
 // that changes of other draws meet counts once more for each, with the largest curvature; see
-// sparcel/linear/coordinate_descent.py.
+// products/linear/coordinate_descent.py.
 template <class L>
 double safe_curvature(uint32_t mark, double curvature) {
     const uint32_t chosen = mark & (kBefore - 1);

@@ -1,5 +1,5 @@
 // Where parameters would be after steps of an optimiser, in loops that each instruction set's
-// compiler vectorises. `sparcel.kernels.definitions.optim` says what they compute.
+// compiler vectorises. `sparcel.core.kernels.definitions.optim` says what they compute.
 #pragma once
 
 #include <cmath>

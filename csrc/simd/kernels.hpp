@@ -75,7 +75,7 @@ template <class Float, class Key>
 using Accumulate = size_t (*)(const Addition<Float>& addition, const Float* gradient, size_t n,
                               uint32_t base, Key threshold, Sink<Key> sink, Key* largest);
 
-// How values become few bits: see `sparcel.kernels.definitions.few_bits`.
+// How values become few bits: see `sparcel.core.kernels.definitions.few_bits`.
 struct Coding {
     int bits;
     size_t group;     // how many values share a scale, or two: `block` in Python

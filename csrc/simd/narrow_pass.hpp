@@ -1,5 +1,5 @@
 // Rounding of float32 to 16 bits, in loops that each instruction set's compiler vectorises.
-// `sparcel.kernels.definitions.few_bits.limited` says what they compute.
+// `sparcel.core.kernels.definitions.few_bits.limited` says what they compute.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // Vectors in few bits a value, group by group, in loops that each instruction set's compiler
-// vectorises. `sparcel.kernels.definitions.few_bits` says what they compute.
+// vectorises. `sparcel.core.kernels.definitions.few_bits` says what they compute.
 #pragma once
 
 #include <algorithm>

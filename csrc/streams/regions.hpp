@@ -4,7 +4,7 @@
 //
 // Messages are those of `sparcel.formats`, in few bits, packed or dense. A piece is taken from
 // memory and gradient to a message's codes, or back, while it is in the first-level cache.
-// `sparcel.kernels.definitions.regions` says what they mean.
+// `sparcel.core.kernels.definitions.regions` says what they mean.
 #pragma once
 
 #include <algorithm>

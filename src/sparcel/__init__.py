@@ -3,6 +3,7 @@
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ _HOMES = {
     "simulate": "comm",
     "topk": "selectors",
 }
-"""The room of each public name."""
+"""The room in the core that has each public name."""
 
 if not TYPE_CHECKING:  # a type checker would take any name for one that exists
 
@@ -68,5 +69,6 @@ if not TYPE_CHECKING:  # a type checker would take any name for one that exists
         raise AttributeError(f"module 'sparcel' has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        """List the public names, also those not imported yet."""
-        return sorted({*globals(), *__all__})
+        """List the public names and modules, also those not imported yet."""
+        modules = {module.name for module in iter_modules(__path__)}
+        return sorted({*globals(), *__all__, *modules})

@@ -95,7 +95,11 @@ class Cluster:
         self._stores, self._numbers = dist.HashStore(), count()
 
     def join(
-        self, number: int, scheme: sparcel.Scheme = TOPK, fragments: int = 1, **settings: Any
+        self,
+        number: int,
+        scheme: sparcel.schemes.Scheme = TOPK,
+        fragments: int = 1,
+        **settings: Any,
     ) -> None:
         """Add new replicas, which know the step of those that are there, and connect all."""
         for _ in range(number):
@@ -196,7 +200,7 @@ def test_a_step_that_the_manager_refuses_leaves_memory_as_it_was(cluster: Cluste
     ids=["topk", "oktopk"],
 )
 def test_replicas_keep_their_memories_when_others_come_and_go(
-    cluster: Cluster, scheme: sparcel.Scheme
+    cluster: Cluster, scheme: sparcel.schemes.Scheme
 ) -> None:
     cluster.join(3, scheme)
     cluster.average(gradients(3, 0))

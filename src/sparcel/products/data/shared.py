@@ -115,9 +115,13 @@ class Shared(Records):
         shared = Shared.__new__(Shared)
         Records.__init__(shared, file, index_bytes(length))
         shared._map()
-        return _attached.setdefault(token, shared)
+        kept = _attached.setdefault(token, shared)
+        if kept is not shared:  # another thread was first, whose locks this descriptor's end frees
+            kept._twins.append(shared)
+        return kept
 
     def _map(self) -> None:
+        self._twins = list[Shared]()
         self.lock = ProcessLock(self.descriptor)
         mapped = mmap.mmap(self.descriptor, self.first)
         self.words = memoryview(mapped).cast("Q")[:_WORDS]

@@ -233,8 +233,8 @@ class Publisher(PublisherBase):
     def publish(self, weights: Weights, number: int | None = None) -> Version:
         """Publish weights, and return their version when it is durable.
 
-        If the store fails, its error is raised, and `version` tells what has been published; the
-        next publication goes on from there.
+        If the store fails, its error is raised, or one that tells it, and `version` tells what has
+        been published; the next publication goes on from there.
 
         Parameters
         ----------
