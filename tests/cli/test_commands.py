@@ -57,7 +57,10 @@ BAD_RATES: dict[str, bytes | None] = {
 
 
 def test_no_command_waits_for_torch_before_it_needs_it() -> None:
-    code = "import sys, sparcel.tools.cli, sparcel.linear; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = (
+        "import sys, sparcel.tools.cli, sparcel.linear;"
+        " sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
