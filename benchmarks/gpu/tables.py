@@ -17,7 +17,7 @@ from benchmarks.pages.tables import table
 from benchmarks.record import options, recorded
 from sparcel.core.comm import ring_bytes
 from sparcel.core.cost import Problem, count
-from sparcel.core.cost.formulas import by_regions
+from sparcel.core.cost.steps import by_regions
 from sparcel.core.formats import format_named
 from sparcel.core.kernels import Regions
 from sparcel.core.regions import leg

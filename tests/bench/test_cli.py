@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from sparcel.core.collectives import ALGORITHMS
 from sparcel.core.cost import SUMS, Problem, predict, stated_rates
-from sparcel.core.cost.formulas import engine
+from sparcel.core.cost.steps import engine_sum
 from sparcel.core.formats import RAW
 from sparcel.errors import InputError
 from sparcel.tools.bench.timing import PHASES
@@ -120,7 +120,7 @@ def test_bytes_are_those_of_the_formulas(everything: tuple[str, dict[str, Any]])
 def test_predictions_are_shown_with_the_times(everything: tuple[str, dict[str, Any]]) -> None:
     output, results = everything
     cells = _cells(results)
-    dense = predict(engine(4), Problem(size=_SIZE, k=_SIZE, ranks=2), _RATES)
+    dense = predict(engine_sum(4), Problem(size=_SIZE, k=_SIZE, ranks=2), _RATES)
     assert cells["dense fp32"]["predicted"] == dense.seconds
     problem = Problem(size=_SIZE, k=_K, ranks=2)
     close = pytest.approx(predict(SUMS["allgather"], problem, _RATES).seconds, rel=0.01)

@@ -26,7 +26,7 @@ from sparcel.core.cost import (
     stated_rates,
 )
 from sparcel.core.cost.defaults import KINDS
-from sparcel.core.cost.formulas import engine
+from sparcel.core.cost.steps import engine_sum
 from sparcel.core.rates import WORK
 from sparcel.errors import InputError
 from sparcel.tools.bench.predicted import formula_of
@@ -183,7 +183,7 @@ def test_sums_of_groups_share_the_links_of_their_nodes():
     across = 2 * 3 / 4 * 4 * problem.size / 1e8  # eight rings of four nodes, an eighth each
     assert predicted("step:torus2d", problem, rates).exchange > across
     shard = Problem(problem.size // 8, problem.size // 8, 4)
-    sums = engine(4)
+    sums = engine_sum(4)
     assert predict(sums, shard, rates.across_nodes()).exchange == pytest.approx(across)
     assert predict(sums, shard, rates).exchange == pytest.approx(across / 8)  # alone on the links
 

@@ -22,7 +22,7 @@ from sparcel.core.cost import (
     stated_rates,
     work_seconds,
 )
-from sparcel.core.cost.formulas import SERVED, ahead
+from sparcel.core.cost.steps import SERVED, ahead
 from sparcel.core.formats import format_named
 from sparcel.core.schemes import DEFAULT, UNDER_MUON, front_loaded
 from sparcel.errors import InputError

@@ -6,7 +6,7 @@ a communicator.
 """
 
 from sparcel.core.cost.defaults import default_rates, stated_rates
-from sparcel.core.cost.formulas import COLLECTIVES, STEPS, SUMS
+from sparcel.core.cost.formulas import COLLECTIVES, SUMS
 from sparcel.core.cost.measure import measure, rates_for, read_rates
 from sparcel.core.cost.predict import (
     Counts,
@@ -17,6 +17,7 @@ from sparcel.core.cost.predict import (
     predict,
     work_seconds,
 )
+from sparcel.core.cost.steps import STEPS
 from sparcel.core.rates import Curve, Rates
 
 __all__ = [

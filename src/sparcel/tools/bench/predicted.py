@@ -12,12 +12,13 @@ from sparcel.core.cost import (
     STEPS,
     Problem,
     Rates,
-    formulas,
     measure,
     predict,
     read_rates,
 )
+from sparcel.core.cost.formulas import fastest_sum
 from sparcel.core.cost.predict import Formula, expected_union
+from sparcel.core.cost.steps import engine_sum
 from sparcel.core.formats import RAW, Format
 from sparcel.errors import checked_name
 from sparcel.tools.bench.contenders import DENSE, STEP, BenchEngine
@@ -86,10 +87,10 @@ def problem_of(name: str, case: Case, ranks_per_node: int, format: Format = RAW)
 def formula_of(name: str) -> Formula | None:
     """Return the formula of the row ``name``, or None if there is none."""
     if name in DENSE:
-        return formulas.engine(DENSE[name].itemsize)
+        return engine_sum(DENSE[name].itemsize)
     if name.startswith(STEP):
         return STEPS.get(name.removeprefix(STEP))
-    return formulas.fastest_sum if name == "auto" else COLLECTIVES.get(name)
+    return fastest_sum if name == "auto" else COLLECTIVES.get(name)
 
 
 def _spread(case: Case) -> int:

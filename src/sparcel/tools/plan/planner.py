@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from sparcel.core._checks import check_type
 from sparcel.core.cost import STEPS, Problem, Rates, default_rates
-from sparcel.core.cost.formulas import SERVED, on_nodes, powersgd
 from sparcel.core.cost.predict import Term
+from sparcel.core.cost.steps import SERVED, on_nodes, powersgd
 from sparcel.core.formats import RAW, Format, format_named
 from sparcel.core.schemes import DEFAULT, ON_NODES
 from sparcel.errors import InputError

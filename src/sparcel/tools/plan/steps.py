@@ -9,15 +9,15 @@ from math import ceil
 from sparcel.core._checks import checked_number, checked_whole
 from sparcel.core.auto import fastest_format
 from sparcel.core.cost import STEPS, Problem, Rates, predict, work_seconds
-from sparcel.core.cost.formulas import ahead, engine, on_nodes
 from sparcel.core.cost.predict import Formula
+from sparcel.core.cost.steps import ahead, engine_sum, on_nodes
 from sparcel.core.formats import RAW, Format, format_named
 from sparcel.core.schemes import DEFAULT, SEND_ALL, checked_density, front_loaded_shares
 from sparcel.core.schemes.density import count_for
 from sparcel.tools.plan.models import Model
 
 BASELINE = "dense bf16"
-DENSE: dict[str, Formula] = {"dense fp32": engine(4), BASELINE: engine(2)}
+DENSE: dict[str, Formula] = {"dense fp32": engine_sum(4), BASELINE: engine_sum(2)}
 """DDP's own all-reduce."""
 
 _BACKWARD = 2 / 3
