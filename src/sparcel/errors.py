@@ -39,15 +39,19 @@ class MissingDependencyError(SparcelError, ModuleNotFoundError):
 
 
 @contextmanager
-def optional(what: str, extra: str) -> Iterator[None]:
-    """Turn a failed import in the block into an error that says which extra to install."""
+def optional(what: str, extra: str | None = None) -> Iterator[None]:
+    """Turn a failed import in the block into an error that says what to install.
+
+    That is an extra of sparcel, or without one a package that its own project tells how to install.
+    """
     try:
         yield
     except ModuleNotFoundError as missing:
         package = (missing.name or "").partition(".")[0]
-        raise MissingDependencyError(
-            f"{what} needs {package}: pip install 'sparcel[{extra}]'", name=package
-        ) from missing
+        how = (
+            "install it as its project says" if extra is None else f"pip install 'sparcel[{extra}]'"
+        )
+        raise MissingDependencyError(f"{what} needs {package}: {how}", name=package) from missing
 
 
 class SparcelWarning(UserWarning):

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparcel.core.comm import Communicator
 from sparcel.errors import InputError, MissingDependencyError, SparcelWarning
+from sparcel.integrations import attach_wrapped
 from sparcel.integrations._deltas import narrowed
-from sparcel.integrations._framework import attach_wrapped
 
 
 @pytest.mark.parametrize("framework", ["lightning", "transformers"])

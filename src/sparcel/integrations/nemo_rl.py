@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
+from sparcel.errors import optional
 from sparcel.integrations._deltas import Passage
-from sparcel.integrations._framework import needs
 from sparcel.products.delta import Version
 
-with needs("nemo_rl"):
+with optional("sparcel.integrations.nemo_rl"):
     from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
 
 

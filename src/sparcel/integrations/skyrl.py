@@ -18,12 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparcel.errors import InputError
+from sparcel.errors import InputError, optional
 from sparcel.integrations._deltas import agreed
-from sparcel.integrations._framework import needs
 from sparcel.products.delta import ShardedPublisher, Version
 
-with needs("skyrl"):
+with optional("sparcel.integrations.skyrl"):
     from skyrl.backends.skyrl_train import weight_sync
     from skyrl.backends.skyrl_train.weight_sync import (
         WeightSyncInitInfo,

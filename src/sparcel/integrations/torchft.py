@@ -14,10 +14,9 @@ from torch.distributed.distributed_c10d import PrefixStore, ReduceOp, Store, Wor
 from sparcel.core._checks import FLOAT_DTYPES, check_type, checked_number, checked_whole
 from sparcel.core.comm import Communicator, Job, TorchCommunicator, Traffic, carry
 from sparcel.core.schemes import Outcome, Request, Scheme
-from sparcel.errors import CommunicationError, InputError
-from sparcel.integrations._framework import needs
+from sparcel.errors import CommunicationError, InputError, optional
 
-with needs("torchft"):
+with optional("sparcel.integrations.torchft"):
     from torchft.process_group import ProcessGroupGloo
 
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparcel.core._files import replacing
-from sparcel.integrations._framework import attach_wrapped, load_or_warn, needs
+from sparcel.errors import optional
+from sparcel.integrations import attach_wrapped, load_or_warn
 
-with needs("transformers"):
+with optional("sparcel.integrations.transformers"):
     from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 

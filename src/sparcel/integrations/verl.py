@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
+from sparcel.errors import optional
 from sparcel.integrations._deltas import Passage, facts_of
-from sparcel.integrations._framework import needs
 
-with needs("verl"):
+with optional("sparcel.integrations.verl"):
     from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
 

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from sparcel.errors import InputError
-from sparcel.integrations._framework import attach_wrapped, load_or_warn, needs
+from sparcel.errors import InputError, optional
+from sparcel.integrations import attach_wrapped, load_or_warn
 
-with needs("lightning"):
+with optional("sparcel.integrations.lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.strategies import ModelParallelStrategy
 

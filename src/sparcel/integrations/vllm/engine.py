@@ -9,8 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from sparcel.errors import InputError, VersionError, few
-from sparcel.integrations._framework import needs
+from sparcel.errors import InputError, VersionError, few, optional
 from sparcel.products.delta import (
     Change,
     HostSubscriber,
@@ -22,7 +21,7 @@ from sparcel.products.delta import (
     store_at,
 )
 
-with needs("vllm"):
+with optional("sparcel.integrations.vllm"):
     from vllm.distributed.weight_transfer.base import (
         WeightTransferEngine,
         WeightTransferInitInfo,
