@@ -32,7 +32,7 @@ from sparcel.products.linear.gradient_descent import prepare
 from sparcel.products.linear.model import LinearModel
 from sparcel.products.linear.ranks import gathered
 from sparcel.products.linear.replicated import Exchange, Replicated
-from sparcel.products.linear.settings import Settings
+from sparcel.products.linear.trainer import Settings
 from sparcel.products.rows import shard
 
 

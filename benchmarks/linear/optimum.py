@@ -33,7 +33,7 @@ from sparcel.core.comm import Communicator, world
 from sparcel.products.linear.coordinate_descent import Scd
 from sparcel.products.linear.gradient_descent import prepare
 from sparcel.products.linear.ranks import gathered
-from sparcel.products.linear.settings import Settings
+from sparcel.products.linear.trainer import Settings
 from sparcel.products.rows import Rows, shard
 
 L2 = 1e-6

@@ -30,8 +30,7 @@ from sparcel import simulate
 from sparcel.core.comm import Network
 from sparcel.core.comm.simulated import Report, SimulatedCommunicator
 from sparcel.products.linear.gradient_descent import prepare
-from sparcel.products.linear.settings import Settings
-from sparcel.products.linear.trainer import Epoch
+from sparcel.products.linear.trainer import Epoch, Settings
 from sparcel.products.rows import shard
 
 NETWORKS = {

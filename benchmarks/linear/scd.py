@@ -37,7 +37,7 @@ from sparcel.core.stream import SparseStream
 from sparcel.core.wire import Wire
 from sparcel.products.linear.coordinate_descent import Scd
 from sparcel.products.linear.ranks import gathered
-from sparcel.products.linear.settings import Settings
+from sparcel.products.linear.trainer import Settings
 from sparcel.products.rows import shard
 from sparcel.products.rows.rows import Array
 

@@ -20,7 +20,7 @@ from sklearn.linear_model import SGDClassifier
 from benchmarks.linear.data import SETS, WORK, examples, matrix, texts, urls
 from benchmarks.record import NEEDED, Row, machine, options, write
 from sparcel.products.linear.gradient_descent import Sgd, prepare
-from sparcel.products.linear.settings import Settings
+from sparcel.products.linear.trainer import Settings
 from sparcel.products.rows import HashedNGrams, Rows
 
 EPOCHS = 5

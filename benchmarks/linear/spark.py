@@ -40,7 +40,7 @@ from benchmarks.record import rows_of as recorded
 from sparcel.core.comm import world
 from sparcel.products.linear.gradient_descent import prepare
 from sparcel.products.linear.ranks import gathered
-from sparcel.products.linear.settings import Settings
+from sparcel.products.linear.trainer import Settings
 from sparcel.products.rows import shard
 from sparcel.tools.lab import link_bytes
 

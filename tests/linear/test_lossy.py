@@ -19,9 +19,8 @@ from sparcel.products.linear.batches import TAIL
 from sparcel.products.linear.gradient_descent import prepare
 from sparcel.products.linear.model import read_arrays, write_arrays
 from sparcel.products.linear.replicated import Owed
-from sparcel.products.linear.settings import Settings
 from sparcel.products.linear.sharded import RoundedEncoding
-from sparcel.products.linear.trainer import Examples
+from sparcel.products.linear.trainer import Examples, Settings
 from sparcel.products.linear.weights import Weights
 from tests.linear.reference import random_rows, rows_of
 

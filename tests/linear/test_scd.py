@@ -15,8 +15,7 @@ from sparcel.core.patterns import cuts
 from sparcel.errors import InputError
 from sparcel.products.linear import coordinate_descent as scd_module
 from sparcel.products.linear.coordinate_descent import Scd, draws
-from sparcel.products.linear.settings import Settings
-from sparcel.products.linear.trainer import Examples
+from sparcel.products.linear.trainer import Examples, Settings
 from tests.linear.reference import loss_at, random_rows, rows_of
 
 ROWS, DIMENSIONS = 60, 14

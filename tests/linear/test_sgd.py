@@ -13,8 +13,8 @@ from sparcel.core.collectives import ALGORITHMS
 from sparcel.errors import InputError, MismatchError
 from sparcel.products.linear.batches import TAIL, by_frequency
 from sparcel.products.linear.gradient_descent import prepare
-from sparcel.products.linear.settings import RULES, Settings, StepSizes
-from sparcel.products.linear.trainer import Examples
+from sparcel.products.linear.parameters import RULES, StepSizes
+from sparcel.products.linear.trainer import Examples, Settings
 from tests.linear.reference import DenseModel, random_rows, rows_of
 
 DIMENSIONS = 50

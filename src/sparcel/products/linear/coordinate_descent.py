@@ -20,8 +20,7 @@ from sparcel.errors import InputError
 from sparcel.products.linear.batches import threads_for
 from sparcel.products.linear.model import Coordinates
 from sparcel.products.linear.ranks import broadcast, run_or_fail_everywhere
-from sparcel.products.linear.settings import Settings
-from sparcel.products.linear.trainer import Examples, Stopwatch, Trainer, check_alike
+from sparcel.products.linear.trainer import Examples, Settings, Stopwatch, Trainer, check_alike
 from sparcel.products.rows import Rows, check
 from sparcel.products.rows.rows import Array
 

@@ -14,14 +14,13 @@ from sparcel.core.comm import Communicator, Group
 from sparcel.errors import InputError, checked_name, optional
 from sparcel.products.linear.classes import Classes, finite_numbers, labels, probabilities
 from sparcel.products.linear.coordinate_descent import Scd
-from sparcel.products.linear.gradient_descent import prepare
+from sparcel.products.linear.gradient_descent import new_weights, prepare
 from sparcel.products.linear.inputs import as_matrix, as_rows, opened, product, sample_weights
 from sparcel.products.linear.model import MOST_HELD, Coordinates
 from sparcel.products.linear.parameters import SOLVERS, Parameters
 from sparcel.products.linear.ranks import ranks_of, run_or_fail_everywhere
-from sparcel.products.linear.settings import Settings
-from sparcel.products.linear.trainer import Epoch, Examples, Trainer
-from sparcel.products.linear.weights import WholeModel, new_weights
+from sparcel.products.linear.trainer import Epoch, Examples, Settings, Trainer
+from sparcel.products.linear.weights import WholeModel
 from sparcel.products.rows.rows import Array
 
 with optional("sparcel.linear", "linear"):

@@ -20,8 +20,7 @@ from sparcel.products.linear.gradient_descent import prepare
 from sparcel.products.linear.inputs import read, read_weights
 from sparcel.products.linear.model import LinearModel, read_arrays, write_arrays
 from sparcel.products.linear.ranks import gathered, run_or_fail_everywhere
-from sparcel.products.linear.settings import Settings
-from sparcel.products.linear.trainer import Epoch, Examples, Trainer
+from sparcel.products.linear.trainer import Epoch, Examples, Settings, Trainer
 from sparcel.products.rows import Rows, Source, describe
 from sparcel.products.rows.rows import Array
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from typing_extensions import override
@@ -21,12 +22,12 @@ from sparcel.products.linear.batches import (
     most_entries,
 )
 from sparcel.products.linear.model import Coordinates
+from sparcel.products.linear.parameters import StepSizes
 from sparcel.products.linear.ranks import gathered, run_or_fail_everywhere
 from sparcel.products.linear.replicated import BatchNumbers, Exchange, Replicated
-from sparcel.products.linear.settings import SHARDED, Settings, StepSizes
 from sparcel.products.linear.sharded import Sharded
-from sparcel.products.linear.trainer import Examples, Trainer, check_alike
-from sparcel.products.linear.weights import ONCE, Weights, WholeModel, new_weights
+from sparcel.products.linear.trainer import SHARDED, Examples, Settings, Trainer, check_alike
+from sparcel.products.linear.weights import ONCE, Weights, WholeModel
 from sparcel.products.rows import check
 from sparcel.products.rows.rows import Array
 
@@ -79,6 +80,13 @@ def prepare(
         model = Replicated(whole, batches, comm, exchange, columns, dimensions)
     model.weights.begin(mean, spread)
     return Sgd(model, batches, counts, settings, comm)
+
+
+def new_weights(settings: Settings, width: int, dtype: Any) -> Weights:
+    """Return a model to train that has no columns yet; see `Weights.sized`."""
+    adaptive, average = settings.step == "adagrad", settings.average
+    l1, l2, intercept = settings.l1, settings.l2, settings.fit_intercept
+    return Weights(0, width, l1, l2, adaptive, average, dtype, intercept)
 
 
 def _exchange(

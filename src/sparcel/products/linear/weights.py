@@ -13,7 +13,6 @@ from sparcel import _cpu
 from sparcel.errors import InputError
 from sparcel.products.linear.batches import threads_for
 from sparcel.products.linear.model import MOST_HELD, Coordinates, spread
-from sparcel.products.linear.settings import Settings
 from sparcel.products.rows.rows import Array
 
 _ARRAYS = ("rows", "sums", "intercept", "intercept_squares", "intercept_sums")
@@ -254,13 +253,6 @@ class Weights:
         rate = model.now / self.steps  # AdaGrad's steps all have one size
         model.step(None, np.ones_like(sums), 0.0, rate, sums, model.now, 1)
         return rows, sums
-
-
-def new_weights(settings: Settings, width: int, dtype: Any) -> Weights:
-    """Return a model to train that has no columns yet; see `Weights.sized`."""
-    adaptive, average = settings.step == "adagrad", settings.average
-    l1, l2, intercept = settings.l1, settings.l2, settings.fit_intercept
-    return Weights(0, width, l1, l2, adaptive, average, dtype, intercept)
 
 
 @dataclass(frozen=True)

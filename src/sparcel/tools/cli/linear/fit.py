@@ -170,7 +170,7 @@ def fit(
     processes share the rows; start them with torchrun, mpiexec or `sparcel lab run`.
     """
     from sparcel.products.linear.fit import Fit
-    from sparcel.products.linear.settings import Settings
+    from sparcel.products.linear.trainer import Settings
 
     outputs = {"--out": out, "--cache": cache, "--checkpoint": checkpoint, "--plot": plot}
     for file in outputs.values():
