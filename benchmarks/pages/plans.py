@@ -11,8 +11,8 @@ from sparcel.tools.plan import PlannedStep, model_of, plan
 from sparcel.tools.plan.recorded import AT_10_PER_CENT, UNNAMED
 
 CLUSTERS = (
-    *(("resnet50", "120ms", 4, 1), ("resnet50", "120ms", 8, 1), ("resnet50", "120ms", 32, 1)),
-    *(("resnet50", "120ms", 4, 8), ("gpt2", "600ms", 8, 1), ("gpt2", "600ms", 4, 8)),
+    *(("resnet50", "120ms", 8, 1), ("resnet50", "120ms", 32, 1), ("resnet50", "120ms", 4, 8)),
+    *(("gpt2", "600ms", 8, 1), ("gpt2", "600ms", 4, 8)),
     *(("bert-large", "250ms", 8, 1), ("bert-large", "250ms", 4, 8)),
     *(("llama-3.2-1b", "2s", 8, 1), ("llama-3.2-1b", "2s", 8, 8)),
 )
