@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel.core.formats import RAW, format_named
+from sparcel.core.kernels import Regions
 from sparcel.core.kernels.definitions.regions import sampled_places, sampled_threshold
 from sparcel.core.kernels.regions import LARGEST_BLOCK, SMALLEST_BLOCK
-from sparcel.core.regions import Regions, leg
+from sparcel.core.regions import leg
 from tests.kernels.paths import Case
 from tests.regions.made import KINDS, SIZES, ranges
 

@@ -14,7 +14,8 @@ from sparcel import simulate
 from sparcel.core import formats, kernels
 from sparcel.core.comm import SimulatedCommunicator
 from sparcel.core.formats import HEADER_BYTES, Expected, FewBits, Format, format_named
-from sparcel.core.regions import RETURNED, Leg, Regions, leg
+from sparcel.core.kernels import Leg, Regions
+from sparcel.core.regions import RETURNED, leg
 from sparcel.errors import CommunicationError, FormatError
 from tests.kernels.paths import Case, isas, using
 from tests.regions.made import Steps, passes

@@ -10,7 +10,8 @@ from hypothesis import given
 
 from sparcel.core.cost import STEPS, Problem, count
 from sparcel.core.formats import Format, Header, format_named
-from sparcel.core.regions import Regions, leg
+from sparcel.core.kernels import Regions
+from sparcel.core.regions import leg
 from tests.regions.made import Steps, cases, run
 
 

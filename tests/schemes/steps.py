@@ -9,7 +9,7 @@ import sparcel
 from sparcel import simulate
 from sparcel.core.collectives.oktopk import topk_by_regions
 from sparcel.core.schemes import Auto, GTopK, Hierarchical, OkTopK, ScaleCom
-from sparcel.core.schemes.topk import put_back
+from sparcel.core.schemes.selecting import put_back
 
 
 class OkTopKByRegions(OkTopK):

@@ -10,7 +10,7 @@ import sparcel
 from sparcel import simulate
 from sparcel.core import device
 from sparcel.core.comm import Communicator
-from sparcel.core.regions.exchange import Returned
+from sparcel.core.regions import Returned
 from sparcel.core.schemes import SPARSER, Scheme, sparsifier
 from sparcel.core.stream import WRITTEN
 from sparcel.core.training import Averager, Scope, Stats

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sparcel.core import device, patterns
-from sparcel.core.collectives.all_gather import allgather
+from sparcel.core.collectives.all_reduce import allgather
 from sparcel.core.collectives.broadcast import tree_broadcast
 from sparcel.core.device import finite_flag
 from sparcel.core.formats import Expected

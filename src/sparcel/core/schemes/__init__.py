@@ -11,23 +11,20 @@ from sparcel.core.formats import FewBits, Format
 from sparcel.core.memory import Memory
 from sparcel.core.schemes.auto import Auto
 from sparcel.core.schemes.base import Scheme
-from sparcel.core.schemes.bidirectional import Bidirectional
-from sparcel.core.schemes.costs import Costs, Outcome
 from sparcel.core.schemes.dense import Dense
 from sparcel.core.schemes.density import checked_density, front_loaded, front_loaded_shares
-from sparcel.core.schemes.hierarchical import Hierarchical
-from sparcel.core.schemes.presets import (
+from sparcel.core.schemes.from_papers import (
+    ScaleCom,
     SparCML,
     dgc,
     hitopk,
     mstopk,
     torus2d,
 )
-from sparcel.core.schemes.scalecom import ScaleCom
-from sparcel.core.schemes.selecting import Selecting
-from sparcel.core.schemes.sparsifier import Sparsifier
-from sparcel.core.schemes.step import Layer, Request, named
-from sparcel.core.schemes.topk import GTopK, OkTopK, TopK
+from sparcel.core.schemes.hierarchical import Hierarchical
+from sparcel.core.schemes.selecting import GTopK, OkTopK, Selecting, TopK
+from sparcel.core.schemes.sparsifier import Bidirectional, Sparsifier
+from sparcel.core.schemes.step import Costs, Layer, Outcome, Request, named
 from sparcel.core.selectors import Selector
 from sparcel.errors import InputError, checked_name, warn_on_rank_0
 

@@ -10,21 +10,20 @@ from torch import Tensor
 from typing_extensions import override
 
 from sparcel.core import cost, device
-from sparcel.core.collectives.dense import check_agreement
+from sparcel.core.collectives.all_reduce import check_agreement
 from sparcel.core.comm import Communicator, digest
 from sparcel.core.cost import Problem
 from sparcel.core.formats import Format
 from sparcel.core.memory import wide_dtype
 from sparcel.core.schemes.base import Scheme
-from sparcel.core.schemes.costs import Outcome
 from sparcel.core.schemes.dense import Dense
-from sparcel.core.schemes.selecting import Selecting
-from sparcel.core.schemes.step import Ledger, Plan, Span, Step
-from sparcel.core.schemes.topk import (
+from sparcel.core.schemes.selecting import (
+    Selecting,
     exchange_gtopk,
     exchange_oktopk,
     exchange_topk,
 )
+from sparcel.core.schemes.step import Ledger, Outcome, Plan, Span, Step
 from sparcel.core.stream import SparseStream
 from sparcel.core.wire import Wire
 from sparcel.errors import InputError, MismatchError, checked_name

@@ -29,8 +29,7 @@ from sparcel.core.device import truth
 from sparcel.core.formats import Format
 from sparcel.core.memory import saturate, wide_dtype
 from sparcel.core.profiling import profiled
-from sparcel.core.schemes.costs import Outcome
-from sparcel.core.schemes.step import Plan, Request, Step, named
+from sparcel.core.schemes.step import Outcome, Plan, Request, Step, named
 from sparcel.core.selectors import Selector, selector
 from sparcel.core.stream import WRITTEN, SparseStream
 from sparcel.errors import InputError

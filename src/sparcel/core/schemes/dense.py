@@ -9,12 +9,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from sparcel.core import kernels
-from sparcel.core.collectives.dense import check_agreement
+from sparcel.core.collectives.all_reduce import check_agreement
 from sparcel.core.comm import Communicator
 from sparcel.core.device import finite_flag
 from sparcel.core.schemes.base import Scheme
-from sparcel.core.schemes.costs import Outcome
-from sparcel.core.schemes.step import Step
+from sparcel.core.schemes.step import Outcome, Step
 from sparcel.core.stream import SparseStream
 from sparcel.core.wire import Wire
 from sparcel.errors import checked_name

@@ -18,9 +18,8 @@ from sparcel.core.comm import Communicator
 from sparcel.core.formats import Expected
 from sparcel.core.memory import emptied, wide_dtype
 from sparcel.core.schemes.base import Scheme
-from sparcel.core.schemes.costs import Outcome, averaged
 from sparcel.core.schemes.dense import wired_dtype
-from sparcel.core.schemes.step import Request, Step
+from sparcel.core.schemes.step import Outcome, Request, Step, averaged
 from sparcel.core.stream import SparseStream
 from sparcel.core.wire import Wire
 from sparcel.errors import InputError

@@ -1,6 +1,6 @@
 """Named tensors in, updates out, all or nothing: what the drivers of all wrappers share."""
 
-from sparcel.core.schemes.costs import Costs
+from sparcel.core.schemes.step import Costs
 from sparcel.core.training.ahead import Ahead
 from sparcel.core.training.averager import Averager
 from sparcel.core.training.driver import Follower

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparcel.core._checks import check_type, checked_flag, checked_number, checked_whole
 from sparcel.core.formats import FewBits, Format
 from sparcel.core.schemes import Bidirectional, Dense, Scheme
-from sparcel.core.schemes.presets import SparseLoCo
+from sparcel.core.schemes.from_papers import SparseLoCo
 from sparcel.core.selectors import Bucketed
 from sparcel.errors import InputError, checked_name, warn
 
