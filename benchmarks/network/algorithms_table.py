@@ -1,4 +1,4 @@
-"""Print the table of docs/explanation/algorithms.md, and draw docs/figures/scale.svg.
+"""Print the table of docs/records/papers.md, and draw docs/figures/scale.svg.
 
 Both are of the record of `scale.py`. The table, of words, has the papers' closed forms, too; the
 figure is of times.

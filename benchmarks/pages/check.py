@@ -112,12 +112,6 @@ def different(page: str, found: object, expected: object) -> Faults:
         yield f"{page} shows\n{found}\nwhere this is expected:\n{expected}"
 
 
-def algorithms() -> Faults:
-    page = "docs/explanation/algorithms.md"
-    yield from absent(page, algorithms_table.tables(), at_least=13)
-    yield from without(page, algorithms_table.rounds_of_oktopk())
-
-
 def benchmark() -> Faults:
     page, results = "docs/how-to/benchmark.md", Results.load(RESULTS / "bench_8_nodes_1gbit.json")
     console = Console(width=100, file=StringIO(), highlight=False)
@@ -169,7 +163,7 @@ def demo() -> Faults:
 
 def trainings() -> Faults:
     """Compare the pages on what training ends at."""
-    names = "causes", "convergence", "convergence_sweeps", "papers_recipes", "search"
+    names = "causes", "convergence", "convergence_sweeps", "search"
     rows = {name: shown_of(name) for name in names}
     runs = frontier.all_rows()
     yield from other(
@@ -178,7 +172,6 @@ def trainings() -> Faults:
             *frontier.default_table(runs),
             *frontier.chosen_table(runs),
             *frontier.bits_table(runs),
-            *factors.steps_table(runs),
             *frontier.size_table(shown_of("emulated_25m")),
         ],
     )
@@ -186,7 +179,6 @@ def trainings() -> Faults:
         "docs/explanation/why.md",
         [
             *causes.causes_table(rows["causes"]),
-            *papers_recipes.recipes_table(rows["papers_recipes"]),
             *singular.errors_table(shown_of("singular")),
         ],
     )
@@ -198,6 +190,7 @@ def trainings() -> Faults:
             *frontier.other_settings_table(runs),
             *frontier.search_table([*runs, *rows["search"]]),
             *lab.trainings_table(lab.lab_rows()),
+            *factors.steps_table(runs),
         ],
     )
     more = {name: one.perplexity for name, one in RECORDED.items() if name not in OWN}
@@ -341,6 +334,9 @@ def papers() -> Faults:
     """Compare the cells that are ours with the records, row by row, and the tables."""
     page = "docs/records/papers.md"
     yield from absent(page, filter(None, papers_report.all_tables()), at_least=60)
+    yield from absent(page, papers_recipes.recipes_table(shown_of("papers_recipes")))
+    yield from absent(page, algorithms_table.tables(), at_least=13)
+    yield from without(page, algorithms_table.rounds_of_oktopk())
     for paper, ours in papers_report.PAPERS.items():
         section = text_of(page).split(f"\n## {paper}\n")[1].split("\n## ")[0]
         rows = [line for line in section.splitlines() if line.startswith("| [")]
@@ -400,7 +396,6 @@ def two_tiers() -> Faults:
 
 CHECKS: tuple[Callable[[], Faults], ...] = (
     ages,
-    algorithms,
     benchmark,
     commlib,
     data,

@@ -1,4 +1,4 @@
-"""How many times dense training's steps methods need for the same loss: a table of results.md.
+"""How many times dense training's steps methods need for the same loss: a table of training.md.
 
     python -m benchmarks.training.step_factors
 
