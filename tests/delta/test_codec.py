@@ -24,8 +24,7 @@ from sparcel.products.delta import (
     encode,
     version_of,
 )
-from sparcel.products.delta.bits import hashed
-from sparcel.products.delta.pieces import Piece
+from sparcel.products.delta.elements import Piece, hashed
 from tests.delta.pairs import (
     CODES,
     DTYPES,

@@ -25,11 +25,10 @@ from sparcel.products.delta import (
     version_of,
 )
 from sparcel.products.delta.applying import check_together
-from sparcel.products.delta.bits import hashed, key_of
 from sparcel.products.delta.chunk import Chunk, read_chunk
+from sparcel.products.delta.elements import hashed, key_of, piece_of_slice
 from sparcel.products.delta.encoding import encode_parts
 from sparcel.products.delta.parts import Part
-from sparcel.products.delta.pieces import piece_of_slice
 from tests.delta.pairs import (
     CODES,
     Model,

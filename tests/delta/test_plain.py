@@ -10,7 +10,7 @@ from hypothesis import given
 
 from sparcel.products.delta import decode, encode, version_of
 from sparcel.products.delta.chunk import read_chunk
-from sparcel.products.delta.pieces import piece_of_slice
+from sparcel.products.delta.elements import piece_of_slice
 from tests.delta import plain
 from tests.delta.pairs import (
     CODES,

@@ -20,8 +20,8 @@ from sparcel.errors import InputError, MismatchError, SparcelError, VersionError
 from sparcel.products import delta
 from sparcel.products.delta import publisher as publisher_module
 from sparcel.products.delta import sharded
+from sparcel.products.delta.elements import CHUNK_BYTES, Piece, piece_of_slice
 from sparcel.products.delta.parts import Part
-from sparcel.products.delta.pieces import CHUNK_BYTES, Piece, piece_of_slice
 from sparcel.products.delta.sharded import Held
 from tests.delta.pairs import wholes
 

@@ -23,9 +23,9 @@ from sparcel.products.delta.applying import check_writable
 from sparcel.products.delta.base import copied as base_copy
 from sparcel.products.delta.chunk import read_chunk
 from sparcel.products.delta.decoding import found_in
+from sparcel.products.delta.elements import piece_of_slice
 from sparcel.products.delta.encoding import encode_parts
 from sparcel.products.delta.parts import Part, parts_of, ties_of
-from sparcel.products.delta.pieces import piece_of_slice
 from sparcel.products.delta.prepared import swap_all
 from tests.delta.pairs import (
     CODES,

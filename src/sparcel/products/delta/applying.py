@@ -18,9 +18,9 @@ from torch.nn.parameter import is_lazy
 from sparcel.core._threads import in_order
 from sparcel.core.training.names import model_names
 from sparcel.errors import InputError, VersionError, few, shown
-from sparcel.products.delta.bits import bits_of
 from sparcel.products.delta.chunk import Chunk, Version, read_chunk
 from sparcel.products.delta.decoding import FETCH, Change, found_in, new_tensors
+from sparcel.products.delta.elements import bits_of
 from sparcel.products.delta.parts import (
     Part,
     Weights,

@@ -16,8 +16,8 @@ from sparcel import _cpu
 from sparcel.core._files import create, regular
 from sparcel.errors import InputError, shown
 from sparcel.products.delta.applying import write_in_turn
-from sparcel.products.delta.bits import bits_of, layout_of
 from sparcel.products.delta.chunk import Chunk
+from sparcel.products.delta.elements import bits_of, layout_of
 from sparcel.products.delta.parts import Part, local_of, owners, parts_of, untied
 
 Cast: TypeAlias = Callable[[str, Tensor], Mapping[str, Tensor]]

@@ -11,9 +11,8 @@ from typing import Any
 from sparcel import _cpu
 from sparcel.errors import FormatError, shown
 from sparcel.products.delta import header as headers
-from sparcel.products.delta.bits import NAMED, Layout
+from sparcel.products.delta.elements import CHUNK_BYTES, NAMED, Layout, Piece
 from sparcel.products.delta.header import malformed, whole
-from sparcel.products.delta.pieces import CHUNK_BYTES, Piece
 
 _START = struct.Struct("<4sIIQQ")
 """How a chunk begins: what it is, the length of its header, the checksum of what follows that, and

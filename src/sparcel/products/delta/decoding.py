@@ -12,11 +12,17 @@ from torch import Tensor
 
 from sparcel import _cpu
 from sparcel.errors import FormatError, InputError, VersionError, few, shown
-from sparcel.products.delta.bits import bits_of, from_planes, hashed, stepped
 from sparcel.products.delta.chunk import Chunk, read_chunk
+from sparcel.products.delta.elements import (
+    CHUNK_BYTES,
+    Piece,
+    bits_of,
+    from_planes,
+    hashed,
+    stepped,
+)
 from sparcel.products.delta.header import malformed
 from sparcel.products.delta.parts import Part, Weights, held, kernel_piece, kernel_pieces, parts_of
-from sparcel.products.delta.pieces import CHUNK_BYTES, Piece
 
 FETCH = "fetch a full version, as `Subscriber.reload()` does"
 """The advice when a delta does not fit the weights."""

@@ -16,8 +16,8 @@ from sparcel import _cpu
 from sparcel.core._checks import checked_whole
 from sparcel.core._threads import in_order
 from sparcel.errors import checked_name
-from sparcel.products.delta.bits import layout_of, planes_of
 from sparcel.products.delta.chunk import MOST_ELEMENTS, MOST_NUMBER, MOST_SHARDS, Chunk, Version
+from sparcel.products.delta.elements import CHUNK_BYTES, MOST_PIECES, Piece, layout_of, planes_of
 from sparcel.products.delta.header import template_of
 from sparcel.products.delta.parts import (
     Part,
@@ -29,7 +29,6 @@ from sparcel.products.delta.parts import (
     ties_of,
     untied,
 )
-from sparcel.products.delta.pieces import CHUNK_BYTES, MOST_PIECES, Piece
 
 _ENOUGH = 1 << 16
 """Changes that a header and what models learn cost little beside."""

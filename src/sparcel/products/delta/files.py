@@ -20,11 +20,10 @@ from torch import Tensor
 from sparcel.core._threads import in_order, in_pool
 from sparcel.core.training.names import model_names
 from sparcel.errors import FormatError, InputError, few, shown
-from sparcel.products.delta.bits import LAYOUTS
 from sparcel.products.delta.chunk import Chunk, Version
+from sparcel.products.delta.elements import CHUNK_BYTES, LAYOUTS, MOST_DIMS, Piece, whole_piece
 from sparcel.products.delta.header import is_too_nested, loads, malformed, whole
 from sparcel.products.delta.parts import Part, parts_of, sum_of_piece, ties_of, untied
-from sparcel.products.delta.pieces import CHUNK_BYTES, MOST_DIMS, Only, Piece, Slice, whole_piece
 from sparcel.products.stores import Ranged
 
 _NAMES = {layout.dtype: layout.safetensors for layout in LAYOUTS.values() if layout.safetensors}
@@ -110,13 +109,6 @@ class Listed:
             return cls(key, int(number))
         lengths = tuple(int(length) for length in shape.split("x") if length)
         return cls(key, int(number), name, lengths, int(first), int(end))
-
-    def concerns(self, only: Only) -> bool:
-        """Tell whether it may tell of what a reader has."""
-        if self.name is None or self.name not in only:
-            return self.name is None
-        begin, end = Slice.of(only[self.name], self.name, self.shape).rows(self.shape)
-        return self.first == 0 if begin == end else self.first < end and begin < self.end
 
 
 def delta_file(

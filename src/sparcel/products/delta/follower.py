@@ -12,8 +12,8 @@ from torch import Tensor
 
 from sparcel.core._files import shared
 from sparcel.errors import FormatError, InputError, VersionError
-from sparcel.products.delta.bits import bits_of
 from sparcel.products.delta.chunk import Version
+from sparcel.products.delta.elements import bits_of
 from sparcel.products.delta.files import File, anchor_file
 from sparcel.products.delta.index import read_index
 from sparcel.products.delta.kept import Step, Whole

@@ -13,8 +13,7 @@ from itertools import chain, groupby, repeat
 from typing import Any
 
 from sparcel.errors import FormatError, InputError, SparcelError, shown
-from sparcel.products.delta.bits import Layout
-from sparcel.products.delta.pieces import MOST_DIMS, MOST_PIECES, Piece, whole_piece
+from sparcel.products.delta.elements import MOST_DIMS, MOST_PIECES, Layout, Piece, whole_piece
 
 _WRONG = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 """What Python raises when data have another form than was expected."""

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from sparcel.errors import FormatError, InputError, VersionError, few, shown
 from sparcel.products.delta.applying import check_together, check_writable, made_by, prepare_read
-from sparcel.products.delta.bits import bits_of
 from sparcel.products.delta.chunk import NOTHING, Chunk, Version, read_chunk
+from sparcel.products.delta.elements import Only, bits_of
 from sparcel.products.delta.files import File
 from sparcel.products.delta.index import Entry
 from sparcel.products.delta.parts import (
@@ -31,9 +31,8 @@ from sparcel.products.delta.parts import (
     untied,
     version_of,
 )
-from sparcel.products.delta.pieces import Only, checked_only
 from sparcel.products.delta.prepared import Inverse, Prepared, Target
-from sparcel.products.delta.slicing import chunks_of, prepare_slices, sliced_of
+from sparcel.products.delta.slicing import checked_only, chunks_of, prepare_slices, sliced_of
 from sparcel.products.stores import DoubtedStore, Ranged, Store, ranged, read_at_most
 
 _SPARE = 1 << 20

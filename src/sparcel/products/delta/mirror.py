@@ -23,9 +23,9 @@ from torch import Tensor
 
 from sparcel.core._files import shared
 from sparcel.errors import FormatError, InputError, VersionError
-from sparcel.products.delta.bits import bits_of
 from sparcel.products.delta.chunk import Version
 from sparcel.products.delta.decoding import Change
+from sparcel.products.delta.elements import bits_of
 from sparcel.products.delta.files import File
 from sparcel.products.delta.parts import owners, parts_of, version_of
 from sparcel.products.delta.prepared import whole_changes

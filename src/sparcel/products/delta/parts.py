@@ -18,9 +18,16 @@ from sparcel import _cpu
 from sparcel.core._threads import in_order
 from sparcel.core.training.names import model_names
 from sparcel.errors import InputError, shown
-from sparcel.products.delta.bits import LAYOUTS, bits_of
 from sparcel.products.delta.chunk import Version
-from sparcel.products.delta.pieces import CHUNK_BYTES, Only, Piece, piece_of_shard, whole_piece
+from sparcel.products.delta.elements import (
+    CHUNK_BYTES,
+    LAYOUTS,
+    Only,
+    Piece,
+    bits_of,
+    piece_of_shard,
+    whole_piece,
+)
 
 M = TypeVar("M", bound=Mapping[str, Tensor])
 Weights: TypeAlias = nn.Module | Mapping[str, Tensor]

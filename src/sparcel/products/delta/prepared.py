@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from sparcel.core._threads import in_pool
 from sparcel.errors import VersionError, shown
-from sparcel.products.delta.bits import bits_of
 from sparcel.products.delta.chunk import Version
 from sparcel.products.delta.decoding import FETCH, Change, Found
+from sparcel.products.delta.elements import bits_of
 from sparcel.products.delta.parts import Part, memory_of, owners, parts_of, tensors_of
 
 Target: TypeAlias = nn.Module | MutableMapping[str, Tensor]

@@ -15,8 +15,8 @@ from sparcel.core._checks import check_callable, checked_flag, checked_whole
 from sparcel.core.comm import Communicator
 from sparcel.errors import FormatError, InputError, VersionError, checked_name, shown
 from sparcel.products.delta.base import Cast, copied, followed, remembered, served
-from sparcel.products.delta.bits import signed
 from sparcel.products.delta.chunk import NOTHING, Chunk, Version, read_chunk
+from sparcel.products.delta.elements import signed
 from sparcel.products.delta.encoding import CODES, encode_parts
 from sparcel.products.delta.files import (
     NOTHING_TO_PUBLISH,

@@ -18,11 +18,10 @@ from sparcel.core.comm import ALL_CONTROL, Communicator, Group, Job, resolve
 from sparcel.core.stream import SparseStream
 from sparcel.errors import InputError, MismatchError, shown
 from sparcel.products.delta.base import Cast, copied, followed
-from sparcel.products.delta.bits import key_of, signed
 from sparcel.products.delta.chunk import NOTHING, Chunk, Version, read_chunk
+from sparcel.products.delta.elements import Piece, key_of, signed
 from sparcel.products.delta.files import NOTHING_TO_PUBLISH
 from sparcel.products.delta.parts import Part, Weights, owners, ties_of
-from sparcel.products.delta.pieces import Piece
 from sparcel.products.delta.publisher import Coded, PublisherBase
 from sparcel.products.stores import Store
 

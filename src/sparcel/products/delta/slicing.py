@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -14,10 +16,82 @@ from sparcel.errors import FormatError, InputError, VersionError, few, shown
 from sparcel.products.delta.applying import check_together, check_writable
 from sparcel.products.delta.chunk import NOTHING, Chunk, Version, read_chunk
 from sparcel.products.delta.decoding import Found, found_in, looked_up, told_of
-from sparcel.products.delta.files import File
+from sparcel.products.delta.elements import CHUNK_BYTES, Index, Only, Piece, piece_of_slice
+from sparcel.products.delta.files import File, Listed
 from sparcel.products.delta.parts import Part, Sliced, owners, parts_of, sum_of_piece
-from sparcel.products.delta.pieces import CHUNK_BYTES, Only, Piece, Slice
 from sparcel.products.delta.prepared import Prepared
+
+
+def checked_only(only: Only) -> dict[str, Index]:
+    """Return a copy of what a reader has, or raise InputError."""
+    if not isinstance(only, Mapping) or not only:
+        raise InputError(
+            "only= tells by name what is served of each tensor: all of it, which is ..., a slice of"
+            " its rows, or a tuple of slices"
+        )
+    for name, index in only.items():
+        for one in _slices(index):
+            if not isinstance(one, slice) or not _is_plain(one):
+                raise InputError(
+                    f"only= has {shown(repr(index))} for {shown(str(name))}; it takes ..., a slice"
+                    " without a step, or a tuple of these slices"
+                )
+    return dict(only)
+
+
+def _is_plain(one: slice) -> bool:
+    """Tell whether a slice has whole numbers as bounds, and no step."""
+    bounds = (one.start, one.stop)
+    return one.step in (None, 1) and all(
+        bound is None or isinstance(bound, SupportsIndex) for bound in bounds
+    )
+
+
+def _slices(index: Index) -> tuple[slice, ...]:
+    if index is ...:
+        return ()
+    return index if isinstance(index, tuple) else (index,)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Where a slice begins, and how long it is, along each dimension of a tensor."""
+
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, index: Index, name: str, shape: tuple[int, ...]) -> Slice:
+        """Return what an index has of a tensor, by torch's rules."""
+        cuts = _slices(index)
+        if len(cuts) > len(shape):
+            raise InputError(f"only= has {len(cuts)} slices for {shown(name)}, of {list(shape)}")
+        cuts += (slice(None),) * (len(shape) - len(cuts))
+        bounds = [cut.indices(size)[:2] for cut, size in zip(cuts, shape, strict=True)]
+        return cls(tuple(a for a, _ in bounds), tuple(max(b - a, 0) for a, b in bounds))
+
+    def piece(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Piece:
+        """Return it as a piece, or raise InputError if it is cut along too many dimensions."""
+        try:
+            return piece_of_slice(name, dtype, shape, self.starts, self.lengths)
+        except InputError:
+            raise InputError(
+                f"only= cuts {shown(name)} along several dimensions, {self.lengths} of {shape}; ask"
+                " for all of it along one"
+            ) from None
+
+    def rows(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return which elements the rows have that it is of: the first, and the one after them."""
+        row = math.prod(shape[1:])
+        first, count = (self.starts[0], self.lengths[0]) if shape else (0, 1)
+        return first * row, (first + count) * row
+
+    def of_rows(self, rows: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return it in memory of its own, out of the elements of its rows."""
+        held = rows.view(self.lengths[:1] + shape[1:])
+        for dim in range(1, len(shape)):
+            held = held.narrow(dim, self.starts[dim], self.lengths[dim])
+        return held.clone(memory_format=torch.contiguous_format)
 
 
 def sliced_of(files: list[File], only: Only, version: Version) -> Sliced:
@@ -104,7 +178,7 @@ def _put(read: Sliced, there: dict[str, Tensor], piece: Piece, bits: Tensor) -> 
 def chunks_of(file: File, only: Only, base: Version, version: Version) -> Iterator[Chunk]:
     """Yield the chunks of a file that may tell of slices, and the last one."""
     listed = file.listed()
-    wanted = [one for one in listed if one is listed[-1] or one.concerns(only)]
+    wanted = [one for one in listed if one is listed[-1] or _concerns(one, only)]
     for one, data in zip(wanted, file.some(wanted), strict=True):
         chunk = read_chunk(data)
         if (chunk.base, chunk.target, chunk.part) != (base, version.number, one.number):
@@ -113,6 +187,15 @@ def chunks_of(file: File, only: Only, base: Version, version: Version) -> Iterat
                 f" {chunk.target} of {chunk.base}, instead of {version.number} of {base}"
             )
         yield chunk
+
+
+def _concerns(listed: Listed, only: Only) -> bool:
+    """Tell whether a chunk may tell of what a reader has."""
+    name = listed.name
+    if name is None or name not in only:
+        return name is None
+    begin, end = Slice.of(only[name], name, listed.shape).rows(listed.shape)
+    return listed.first == 0 if begin == end else listed.first < end and begin < listed.end
 
 
 def prepare_slices(target: Sliced, chunks: list[Chunk], version: Version) -> Prepared:

@@ -13,10 +13,10 @@ from sparcel.core._checks import checked_flag
 from sparcel.errors import FormatError, InputError, VersionError
 from sparcel.products.delta.chunk import Version
 from sparcel.products.delta.decoding import Change
+from sparcel.products.delta.elements import Only
 from sparcel.products.delta.index import Entry, read_index
 from sparcel.products.delta.kept import Kept, Step
 from sparcel.products.delta.parts import tensors_of, version_of
-from sparcel.products.delta.pieces import Only
 from sparcel.products.delta.prepared import Done, Inverse, Target, changes_of, whole_changes
 from sparcel.products.stores import Store, store_at
 

@@ -135,7 +135,7 @@ def _found(before: Checkpoint, after: Checkpoint, code: str, output: Path | None
 def _changed(chunk: Chunk, before: Mapping[str, Tensor]) -> int:
     """Count the elements that differ; a chunk of all elements does not say how many these are."""
     from sparcel.products.delta import decode
-    from sparcel.products.delta.bits import bits_of
+    from sparcel.products.delta.elements import bits_of
 
     if chunk.code != "dense" or chunk.new:
         return chunk.changed
