@@ -12,11 +12,19 @@ import numpy as np
 from sparcel.core._checks import checked_flag
 from sparcel.core.comm import Communicator, Group
 from sparcel.errors import InputError, checked_name, optional
-from sparcel.products.linear.classes import Classes, finite_numbers, labels, probabilities
 from sparcel.products.linear.coordinate_descent import Scd
 from sparcel.products.linear.gradient_descent import new_weights, prepare
-from sparcel.products.linear.inputs import as_matrix, as_rows, opened, product, sample_weights
-from sparcel.products.linear.model import MOST_HELD, Coordinates
+from sparcel.products.linear.inputs import (
+    MOST_HELD,
+    Classes,
+    as_matrix,
+    as_rows,
+    finite_numbers,
+    opened,
+    product,
+    sample_weights,
+)
+from sparcel.products.linear.model import Coordinates, labels, probabilities
 from sparcel.products.linear.parameters import SOLVERS, Parameters
 from sparcel.products.linear.ranks import ranks_of, run_or_fail_everywhere
 from sparcel.products.linear.trainer import Epoch, Examples, Settings, Trainer
@@ -309,7 +317,7 @@ class _Classifier(ClassifierMixin, _Linear):  # type: ignore[misc]
 
         def own() -> Array:
             if classes is not None:
-                _check_same(classes, self.classes_)
+                found.check_same(classes)
             return found.numbers(y)
 
         numbers = run_or_fail_everywhere(comm, own)
@@ -325,15 +333,6 @@ class _Classifier(ClassifierMixin, _Linear):  # type: ignore[misc]
     def predict(self, X: Any) -> Array:
         """Return the label of each row, ``[rows]``."""
         return labels(self._scores(X), self.classes_)
-
-
-def _check_same(given: Sequence[Any], known: Array) -> None:
-    """Raise an `InputError` unless these are the classes that the model knows."""
-    if set(np.asarray(given).tolist()) != set(known.tolist()):
-        raise InputError(
-            f"classes must be those of the first call, {known.tolist()}, got"
-            f" {np.unique(given).tolist()}; leave them out, or begin with all"
-        )
 
 
 @_documented

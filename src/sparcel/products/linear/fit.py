@@ -14,10 +14,9 @@ from rich.progress import Progress
 
 from sparcel.core.comm import Communicator, ring_bytes, world
 from sparcel.errors import InputError, optional
-from sparcel.products.linear.classes import Classes, finite_numbers
 from sparcel.products.linear.coordinate_descent import Scd
 from sparcel.products.linear.gradient_descent import prepare
-from sparcel.products.linear.inputs import read, read_weights
+from sparcel.products.linear.inputs import Classes, finite_numbers, read, read_weights
 from sparcel.products.linear.model import LinearModel, read_arrays, write_arrays
 from sparcel.products.linear.ranks import gathered, run_or_fail_everywhere
 from sparcel.products.linear.trainer import Epoch, Examples, Settings, Trainer

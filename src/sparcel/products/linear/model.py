@@ -13,12 +13,9 @@ import numpy as np
 
 from sparcel.core._files import open_regular, replacing
 from sparcel.errors import InputError, optional
-from sparcel.products.linear.classes import Classes, labels, probabilities
+from sparcel.products.linear.inputs import MOST_HELD, Classes, matrix_of
 from sparcel.products.rows import Rows, check
 from sparcel.products.rows.rows import Array
-
-MOST_HELD = 2**31 - 1
-"""A model of more dimensions is never held whole, but as the columns that occur."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,24 +258,31 @@ class LinearModel:
         return cls(coordinates, about["loss"], classes, about["about"])
 
 
-def matrix_of(rows: Rows) -> Any:
-    """Return rows as a CSR matrix that shares their memory where its types allow that.
-
-    scipy's constructor copies arrays that are small parts of others, as those of a shard are.
-    """
-    with optional("sparcel.linear", "linear"):
-        import scipy.sparse as sp
-    matrix = sp.csr_matrix((len(rows), rows.dimensions), dtype=rows.values.dtype)
-    index = np.int32 if max(rows.nnz, rows.dimensions) <= np.iinfo(np.int32).max else np.int64
-    matrix.indptr = rows.offsets.astype(index, copy=False)
-    matrix.indices = rows.columns.astype(index, copy=False)
-    matrix.data = rows.values
-    return matrix
-
-
 def _numbers(labels: Array, dtype: np.dtype[Any]) -> Array:
     """Return labels that are written as texts, as those of TSV files are, as numbers."""
     try:
         return labels.astype(dtype)
     except (ValueError, OverflowError) as error:
         raise InputError(f"the model's labels are numbers, and these are not: {error}") from None
+
+
+def labels(margins: Array, classes: Array) -> Array:
+    """Return the label of each row, given its margins ``[rows, width]``."""
+    if margins.shape[1] > 1:
+        return np.asarray(classes[margins.argmax(axis=1)])
+    return np.asarray(classes[(margins[:, 0] > 0).astype(int)])
+
+
+def probabilities(margins: Array) -> Array:
+    """Return the probability of each class, ``[rows, classes]``, under the logistic loss.
+
+    With more than two classes, these are the probabilities of each against the rest, scaled so that
+    they add up to 1.
+    """
+    logs = -np.logaddexp(0, -margins.astype(np.float64))
+    if margins.shape[1] == 1:
+        logs = np.hstack([-np.logaddexp(0, margins.astype(np.float64)), logs])
+        return np.asarray(np.exp(logs))
+    # Less the largest, so that they add up to 1 also where all are too small for a float.
+    shares = np.exp(logs - logs.max(axis=1, keepdims=True))
+    return np.asarray(shares / shares.sum(axis=1, keepdims=True))

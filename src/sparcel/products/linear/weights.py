@@ -12,7 +12,8 @@ from torch import Tensor
 from sparcel import _cpu
 from sparcel.errors import InputError
 from sparcel.products.linear.batches import threads_for
-from sparcel.products.linear.model import MOST_HELD, Coordinates, spread
+from sparcel.products.linear.inputs import MOST_HELD
+from sparcel.products.linear.model import Coordinates, spread
 from sparcel.products.rows.rows import Array
 
 _ARRAYS = ("rows", "sums", "intercept", "intercept_squares", "intercept_sums")
