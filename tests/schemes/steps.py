@@ -15,9 +15,9 @@ from sparcel.core.schemes.selecting import put_back
 class OkTopKByRegions(OkTopK):
     """Sums regions, also where the vector is so small that gathering is cheaper."""
 
-    def _exchange(self, ledger, wire):
-        found = topk_by_regions(ledger.sent, wire, ledger.k, ledger.most)
-        return put_back(found, ledger, wire, self.put_back)
+    def _exchange(self, selection, wire):
+        found = topk_by_regions(selection.sent, wire, selection.k, selection.most)
+        return put_back(found, selection, wire, self.put_back)
 
 
 BIDIRECTIONAL = partial(sparcel.scheme, "bidirectional")

@@ -1,4 +1,4 @@
-"""Named parts of a program, for torch.profiler and for stopwatches."""
+"""Named parts of a program, for torch.profiler and for timers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.autograd import profiler
 P = ParamSpec("P")
 T = TypeVar("T")
 
-Stopwatch = Callable[[str], AbstractContextManager[object]]
+Timer = Callable[[str], AbstractContextManager[object]]
 """Returns a block that times the part of that name."""
 
-stopwatch: Stopwatch | None = None
+timer: Timer | None = None
 """The one that runs."""
 
 _NOTHING = nullcontext()
@@ -23,12 +23,12 @@ _NOTHING = nullcontext()
 
 
 def profiled(name: str) -> AbstractContextManager[object]:
-    """Give a block to the stopwatch, or show it in torch.profiler's profiles, if one runs.
+    """Give a block to the timer, or show it in torch.profiler's profiles, if one runs.
 
     Profiles show it as ``sparcel::{name}``.
     """
-    if stopwatch is not None:
-        return stopwatch(name)
+    if timer is not None:
+        return timer(name)
     # Without a profiler, record_function would still cost tens of microseconds. This flag holds for
     # all threads; torch.autograd._profiler_enabled() is true on the thread that started it alone.
     active = profiler._is_profiler_enabled
@@ -36,14 +36,14 @@ def profiled(name: str) -> AbstractContextManager[object]:
 
 
 def timed(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Give the calls of a function to the stopwatch, if one runs; profiles do not show them."""
+    """Give the calls of a function to the timer, if one runs; profiles do not show them."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            if (watch := stopwatch) is None:
+            if (running := timer) is None:
                 return function(*args, **kwargs)
-            with watch(name):
+            with running(name):
                 return function(*args, **kwargs)
 
         return call
@@ -52,11 +52,11 @@ def timed(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 @contextmanager
-def timed_by(watch: Stopwatch) -> Iterator[None]:
-    """Let a stopwatch time the parts that run meanwhile, on any thread."""
-    global stopwatch
-    stopwatch = watch
+def timed_by(one: Timer) -> Iterator[None]:
+    """Let a timer time the parts that run meanwhile, on any thread."""
+    global timer
+    timer = one
     try:
         yield
     finally:
-        stopwatch = None
+        timer = None

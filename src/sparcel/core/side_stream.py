@@ -36,21 +36,17 @@ class SideStream:
         self.place = place
         # Other ranks wait for what jobs send, so their work goes before that of a backward pass.
         self.stream = torch.cuda.Stream(place, priority=-1) if place.type == "cuda" else None
-        self._kept: deque[Turn[Any]] = deque()
+        self._kept: deque[SideJob[Any]] = deque()
 
-    def turn(self, job: Callable[[], T]) -> Turn[T]:
-        """Return a job's turn, which begins after what this thread has queued so far."""
-        return Turn(self, job)
-
-    def keep(self, turn: Turn[Any]) -> None:
+    def keep(self, job: SideJob[Any]) -> None:
         """Keep what a job uses until the GPU has done its work, unless its waiter takes over."""
         while self._kept and self._kept[0].is_over():
             self._kept.popleft()
-        self._kept.append(turn)
+        self._kept.append(job)
 
 
-class Turn(Generic[T]):
-    """One job on a `SideStream`.
+class SideJob(Generic[T]):
+    """One job on a `SideStream`, which begins after what this thread has queued so far.
 
     torch gives freed memory to the next tensor of the stream on which it was allocated, whatever
     other streams still do with it. So the job, and with it the tensors that it has from its

@@ -427,15 +427,15 @@ class Communicator(ABC):
 
 
 def exchanging(method: F) -> F:
-    """Make a method that exchanges messages a job, and let a stopwatch time it."""
+    """Make a method that exchanges messages a job, and let a timer time it."""
 
     @wraps(method)
     def exchange(self: Communicator, *args: Any, **kwargs: Any) -> Any:
         if not self._in_job():
             return self.run(partial(exchange, self, *args, **kwargs))
-        if (watch := profiling.stopwatch) is None:
+        if (timer := profiling.timer) is None:
             return method(self, *args, **kwargs)
-        with watch("messages"):
+        with timer("messages"):
             return method(self, *args, **kwargs)
 
     return exchange  # type: ignore[return-value]  # it has the method's signature

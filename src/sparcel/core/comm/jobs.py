@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from sparcel.core.side_stream import SideStream, Turn
+from sparcel.core.side_stream import SideJob, SideStream
 from sparcel.errors import CommunicationError
 
 T = TypeVar("T")
@@ -35,12 +35,12 @@ class Job(Generic[T]):
 
     Attributes
     ----------
-    turn
-        The job's place among the work of a GPU; None on the CPU.
+    beside
+        The job on the side stream of a GPU; None on the CPU.
     """
 
     def __init__(self, job: Callable[[], T]) -> None:
-        self.turn: Turn[T] | None = None
+        self.beside: SideJob[T] | None = None
         self._job: Callable[[], T] | None = job
         # Not torch's future: what refers to itself through one, as an error does through its
         # traceback, is never collected. Python's own takes some twenty calls to wait for.
@@ -53,14 +53,14 @@ class Job(Generic[T]):
     @cached_property
     def future(self) -> torch.futures.Future[T]:
         """A future of torch's that receives the function's result, or what it raised."""
-        turn = self.turn
-        future: torch.futures.Future[T] = turn.future() if turn else torch.futures.Future()
+        beside = self.beside
+        future: torch.futures.Future[T] = beside.future() if beside else torch.futures.Future()
 
         def pass_on() -> None:
             error = self._raised()
             if error is None:
                 try:
-                    (turn.fulfil if turn else type(future).set_result)(future, self._result)
+                    (beside.fulfil if beside else type(future).set_result)(future, self._result)
                 except Exception as of_the_gpu:  # the thread that runs jobs goes on
                     error = of_the_gpu.with_traceback(None)  # which refers to the future
             if error is not None:
@@ -85,8 +85,8 @@ class Job(Generic[T]):
                 continue
             self._wakes.put(None)  # others may wait, too
         error = self._raised()
-        if self.turn is not None:
-            self.turn.join(None if error else self._result)
+        if self.beside is not None:
+            self.beside.join(None if error else self._result)
         if error is None:
             return self._result
         try:
@@ -169,9 +169,9 @@ def submit_beside(
     side: SideStream, submit: Callable[[Callable[[], T]], Job[T]], job: Callable[[], T]
 ) -> Job[T]:
     """Queue a job of a GPU by ``submit``, with its work on a stream beside the caller's."""
-    turn = side.turn(job)
-    queued = submit(turn.perform)
-    queued.turn = turn
+    beside = SideJob(side, job)
+    queued = submit(beside.perform)
+    queued.beside = beside
     return queued
 
 

@@ -23,12 +23,12 @@ from sparcel.core.schemes.selecting import (
     exchange_oktopk,
     exchange_topk,
 )
-from sparcel.core.schemes.step import Ledger, Outcome, Plan, Span, Step
+from sparcel.core.schemes.step import Outcome, Plan, Selection, Span, Step
 from sparcel.core.stream import SparseStream
 from sparcel.core.wire import Wire
 from sparcel.errors import InputError, MismatchError, checked_name
 
-EXCHANGES: dict[str, Callable[[Ledger, Wire], SparseStream]] = {
+EXCHANGES: dict[str, Callable[[Selection, Wire], SparseStream]] = {
     "topk": exchange_topk,
     "gtopk": exchange_gtopk,
     "oktopk": exchange_oktopk,
@@ -176,6 +176,6 @@ class Auto(Selecting):
         wire = super()._wire(step)
         return wire.exact if self.chosen == "dense" else wire
 
-    def _exchange(self, ledger: Ledger, wire: Wire) -> SparseStream:
+    def _exchange(self, selection: Selection, wire: Wire) -> SparseStream:
         assert self.chosen is not None, "reduce chose"
-        return EXCHANGES[self.chosen](ledger, wire)
+        return EXCHANGES[self.chosen](selection, wire)

@@ -21,7 +21,7 @@ from sparcel.core.schemes.dense import Dense
 from sparcel.core.schemes.hierarchical import Hierarchical
 from sparcel.core.schemes.selecting import Selecting, TopK, exchange_topk
 from sparcel.core.schemes.sparsifier import entering
-from sparcel.core.schemes.step import Ledger, Step
+from sparcel.core.schemes.step import Selection, Step
 from sparcel.core.selectors import Selector
 from sparcel.core.stream import SparseStream
 from sparcel.core.wire import Wire
@@ -133,10 +133,10 @@ class SparCML(Selecting):
                 " or leave out seed"
             )
 
-    def _exchange(self, ledger: Ledger, wire: Wire) -> SparseStream:
+    def _exchange(self, selection: Selection, wire: Wire) -> SparseStream:
         if self.bits is None:
-            return exchange_topk(ledger, wire)
-        return split_allgather(ledger.sent, wire, max_nnz=ledger.most)
+            return exchange_topk(selection, wire)
+        return split_allgather(selection.sent, wire, max_nnz=selection.most)
 
 
 def _paper_format(bits: int, seed: int) -> Format:
@@ -154,10 +154,10 @@ class SparseLoCo(Selecting):
     Source: the code that accompanies Sarfi et al. 2025, SparseLoCo.
     """
 
-    def _exchange(self, ledger: Ledger, wire: Wire) -> SparseStream:
-        size = ledger.sent.size
-        packet = wire.pack(ledger.sent)
-        expected = [Expected.like(packet.stream, ledger.most, stays_sparse=True)] * wire.size
+    def _exchange(self, selection: Selection, wire: Wire) -> SparseStream:
+        size = selection.sent.size
+        packet = wire.pack(selection.sent)
+        expected = [Expected.like(packet.stream, selection.most, stays_sparse=True)] * wire.size
         streams = wire.gather(packet, expected)
         finite = all(stream.finite for stream in streams)
         total, counts = packet.stream.values.new_zeros(2, size)
@@ -173,7 +173,9 @@ class SparseLoCo(Selecting):
                 counts.index_add_(0, places, torch.ones_like(stream.values))
             if rank == wire.rank and factor < 1:
                 clipped = stream.values * (1 - factor)
-                ledger.keep(SparseStream.unchecked(stream.indices, clipped, size, stream.finite))
+                selection.put_back(
+                    SparseStream.unchecked(stream.indices, clipped, size, stream.finite)
+                )
         total.mul_(wire.size).div_(counts.clamp_(min=1))
         return SparseStream.unchecked(None, total, size, finite)
 
@@ -263,25 +265,25 @@ class ScaleCom(Selecting):
         own = entering(step, clear=step.out is step.gradient)
         return self._memory.accumulate(own).empty_like()
 
-    def _exchange(self, ledger: Ledger, wire: Wire) -> SparseStream:
-        own, leader, indices = ledger.sent, self._leader(wire), None
+    def _exchange(self, selection: Selection, wire: Wire) -> SparseStream:
+        own, leader, indices = selection.sent, self._leader(wire), None
         if wire.rank == leader:  # they travel without values, as rows of width 0
             rows = own.values.new_empty(own.nnz, 0)
             indices = SparseStream.unchecked(own.indices, rows, own.size, own.finite)
-        expected = Expected(own.size, own.dtype, 0, ledger.most, stays_sparse=True)
+        expected = Expected(own.size, own.dtype, 0, selection.most, stays_sparse=True)
         chosen = broadcast(indices, wire.exact, leader, expected)
         if not chosen.finite:
             return own.void_like()
         assert chosen.indices is not None, "the leader selects"
         if wire.rank != leader:
-            ledger.take(chosen.indices)
-        values = ledger.sent.values
+            selection.take(chosen.indices)
+        values = selection.sent.values
         sums = halving_doubling(
             SparseStream.unchecked(None, values, values.numel(), own.finite), wire
         )
         for start, lost in wire.take_lost():
             places = chosen.indices[start : start + lost.size]
-            ledger.keep(SparseStream.unchecked(places, lost.values, chosen.size))
+            selection.put_back(SparseStream.unchecked(places, lost.values, chosen.size))
         return SparseStream.unchecked(chosen.indices, sums.values, chosen.size, sums.finite)
 
     def _leader(self, ranks: Communicator | Wire) -> int:

@@ -18,7 +18,7 @@ from sparcel.core.collectives.oktopk import Estimates, oktopk, oktopk_reuse
 from sparcel.core.memory import Share
 from sparcel.core.schemes.base import STATE_HINT
 from sparcel.core.schemes.sparsifier import Sparsifier, entering, sends_all
-from sparcel.core.schemes.step import Ledger, Outcome, Plan, Span, Step, averaged
+from sparcel.core.schemes.step import Outcome, Plan, Selection, Span, Step, averaged
 from sparcel.core.selectors import Selector, selector
 from sparcel.core.selectors import selector as make_selector
 from sparcel.core.stream import SparseStream
@@ -80,18 +80,18 @@ class Selecting(Sparsifier):
         self._divide(plan.spans)
         with request.costs.selecting():
             taken = self._take(step)
-        ledger = Ledger(self._memory, taken, plan.asked, sum([s.most for s in self._shares]))
+        selection = Selection(self._memory, taken, plan.asked, sum([s.most for s in self._shares]))
         wire = self._wire(step)
         with request.costs.communicating():
-            total = self._exchange(ledger, wire)
+            total = self._exchange(selection, wire)
         for start, lost in wire.take_lost():
-            ledger.keep(lost, start)
+            selection.put_back(lost, start)
         if self.momentum:
-            applied = ledger.sent.within(total).indices
+            applied = selection.sent.within(total).indices
             assert applied is not None, "what leaves memory is sparse"
             self._memory.forget_velocity(applied)
         average = averaged(total, plan.ranks / request.scale, gradient.dtype, out)
-        counts = ledger.sent.nnz, total.nnz, (ledger.magnitude,)
+        counts = selection.sent.nnz, total.nnz, (selection.magnitude,)
         return Outcome(average, average.finite, *counts, plan.coordinates, plan.asked)
 
     def _sends_all(self, plan: Plan) -> bool:
@@ -103,10 +103,10 @@ class Selecting(Sparsifier):
         return self._memory.select(own, self._shares, self.steps)
 
     @abstractmethod
-    def _exchange(self, ledger: Ledger, wire: Wire) -> SparseStream:
+    def _exchange(self, selection: Selection, wire: Wire) -> SparseStream:
         """Return the sum of what the ranks send, or its largest; this is where methods differ.
 
-        What the method does not apply, it gives back to the ledger.
+        What the method does not apply, it puts back.
         """
 
     def _divide(self, spans: tuple[Span, ...]) -> None:
@@ -126,9 +126,9 @@ class Selecting(Sparsifier):
         ]
 
 
-def exchange_topk(ledger: Ledger, wire: Wire, algorithm: str = "auto") -> SparseStream:
+def exchange_topk(selection: Selection, wire: Wire, algorithm: str = "auto") -> SparseStream:
     """Return the sum of the ranks' selections."""
-    return auto.all_reduce(ledger.sent, wire, algorithm=algorithm, max_nnz=ledger.most)
+    return auto.all_reduce(selection.sent, wire, algorithm=algorithm, max_nnz=selection.most)
 
 
 @dataclass(eq=False)
@@ -150,31 +150,31 @@ class TopK(Selecting):
         super().__post_init__()
         check_algorithm(self.algorithm)
 
-    def _exchange(self, ledger: Ledger, wire: Wire) -> SparseStream:
-        return exchange_topk(ledger, wire, self.algorithm)
+    def _exchange(self, selection: Selection, wire: Wire) -> SparseStream:
+        return exchange_topk(selection, wire, self.algorithm)
 
 
 PUT_BACK = ("dropped", "own")
 
 
-def put_back(outcome: GlobalTopk, ledger: Ledger, wire: Wire, rule: str) -> SparseStream:
+def put_back(outcome: GlobalTopk, selection: Selection, wire: Wire, rule: str) -> SparseStream:
     """Keep what this rank dropped, or what it sent in vain; return what won.
 
     A rank that takes back its own values takes them back unrounded.
     """
     total = outcome.total
     if rule == "dropped":
-        ledger.keep(outcome.dropped)
+        selection.put_back(outcome.dropped)
     else:
-        ledger.keep(ledger.sent.without(total))
+        selection.put_back(selection.sent.without(total))
         for start, lost in wire.take_lost():
-            ledger.keep(lost.placed(start, total.size).within(total))
+            selection.put_back(lost.placed(start, total.size).within(total))
     return total
 
 
-def exchange_gtopk(ledger: Ledger, wire: Wire, rule: str = "dropped") -> SparseStream:
+def exchange_gtopk(selection: Selection, wire: Wire, rule: str = "dropped") -> SparseStream:
     """Return the tree's top-k of the ranks' selections; ``rule`` is `GTopK`'s ``put_back``."""
-    return put_back(gtopk(ledger.sent, wire, ledger.k), ledger, wire, rule)
+    return put_back(gtopk(selection.sent, wire, selection.k), selection, wire, rule)
 
 
 @dataclass(eq=False)
@@ -199,13 +199,15 @@ class GTopK(Selecting):
         super().__post_init__()
         checked_name(self.put_back, PUT_BACK, "put_back")
 
-    def _exchange(self, ledger: Ledger, wire: Wire) -> SparseStream:
-        return exchange_gtopk(ledger, wire, self.put_back)
+    def _exchange(self, selection: Selection, wire: Wire) -> SparseStream:
+        return exchange_gtopk(selection, wire, self.put_back)
 
 
-def exchange_oktopk(ledger: Ledger, wire: Wire, rule: str = "dropped") -> SparseStream:
+def exchange_oktopk(selection: Selection, wire: Wire, rule: str = "dropped") -> SparseStream:
     """Return the k largest of the sums; ``rule`` is `OkTopK`'s ``put_back``."""
-    return put_back(oktopk(ledger.sent, wire, ledger.k, ledger.most), ledger, wire, rule)
+    return put_back(
+        oktopk(selection.sent, wire, selection.k, selection.most), selection, wire, rule
+    )
 
 
 @dataclass(eq=False)
@@ -250,19 +252,19 @@ class OkTopK(Selecting):
             self.selector = selector("reuse", period=self.threshold_steps)
         super().__post_init__()
 
-    def _exchange(self, ledger: Ledger, wire: Wire) -> SparseStream:
+    def _exchange(self, selection: Selection, wire: Wire) -> SparseStream:
         if self.threshold_steps is None or self.boundary_steps is None:
-            return exchange_oktopk(ledger, wire, self.put_back)
+            return exchange_oktopk(selection, wire, self.put_back)
         outcome, self._renewed = oktopk_reuse(
-            ledger.sent,
+            selection.sent,
             wire,
-            ledger.k,
+            selection.k,
             self._estimates,
             renew_boundaries=self.steps % self.boundary_steps == 0,
             renew_threshold=self.steps % self.threshold_steps == 0,
-            max_nnz=ledger.most,
+            max_nnz=selection.most,
         )
-        return put_back(outcome, ledger, wire, self.put_back)
+        return put_back(outcome, selection, wire, self.put_back)
 
     def _take_effect(self) -> None:
         super()._take_effect()

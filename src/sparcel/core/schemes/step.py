@@ -268,13 +268,13 @@ class Step(NamedTuple):
     out: Tensor | None
 
 
-class Ledger:
-    """What this rank sends in a step.
+class Selection:
+    """What this rank takes out of memory + gradient in a step, to send it.
 
     Attributes
     ----------
     sent
-        What the rank has taken out of memory + gradient, sparse.
+        What was taken out, sparse.
     k
         The number of coordinates that the density asks for.
     most
@@ -297,8 +297,8 @@ class Ledger:
         self.sent = SparseStream.unchecked(indices, values, self.sent.size, self.sent.finite)
         self.magnitude += magnitude_of(self.sent)
 
-    def keep(self, stream: SparseStream, start: int = 0) -> None:
-        """Give values from ``start`` on back to the memory: they were sent in vain, or lost."""
+    def put_back(self, stream: SparseStream, start: int = 0) -> None:
+        """Put values from ``start`` on back into memory: they were sent in vain, or lost."""
         self._memory.keep(stream, start)
         self.magnitude -= magnitude_of(stream)
 

@@ -173,7 +173,7 @@ class Handle:
         if session.step is not None:
             raise InputError("tensors are queued; finish() that step before switch()")
         scheme = chosen_scheme(scheme_or_name, settings).fresh()
-        session.ranks.tell("switch", scheme=scheme, step=session.residuals.steps)
+        session.ranks.gather("switch", scheme=scheme, step=session.residuals.steps)
         self.prepare(scheme)
         session.treatment = session.treatment.under(scheme)
         session.residuals.switch(scheme)
@@ -286,7 +286,7 @@ class Handle:
 
     def meet(self) -> None:
         """Wait until all ranks have called; raise `CommunicationError` if one cannot."""
-        self._session.ranks.tell("meet")
+        self._session.ranks.gather("meet")
 
     def close(self) -> None:
         """End the communication thread; call it before the process group is destroyed.

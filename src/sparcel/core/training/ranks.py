@@ -192,7 +192,7 @@ class Ranks:
     shard: Shard | None
     owned: Communicator | None
 
-    def tell(self, what: str, number: int = 0, **facts: object) -> list[int]:
+    def gather(self, what: str, number: int = 0, **facts: object) -> list[int]:
         """Return the numbers of all ranks, once all of them have made this very call.
 
         Raises

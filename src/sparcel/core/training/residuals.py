@@ -257,7 +257,7 @@ class Flush:
         if self.steps > 1:
             return True
         kept = len(self.owed.keys() - left.keys())
-        return any(ranks.tell("flush", kept))
+        return any(ranks.gather("flush", kept))
 
     def commit(self, left: Mapping[str, Tensor], pending: bool) -> float:
         """Let a step take effect, and return by how much the sum of what is owed shrank, in |x|.

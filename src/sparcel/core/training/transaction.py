@@ -300,8 +300,7 @@ class Transaction:
         self._outcomes, finite = self.costs.settle(self._outcomes, self._flags)
         if session.ranks.shard is not None:
             # The ranks that average the same shard know it of one another; others do not.
-            told = session.ranks.tell("agree", int(finite), step=session.residuals.steps)
-            finite = all(told)
+            finite = all(session.ranks.gather("agree", int(finite), step=session.residuals.steps))
         self.finite, flush = finite, session.residuals.flush
         if not finite:
             self._void()

@@ -20,7 +20,7 @@ from sparcel.errors import InputError
 from sparcel.products.linear.batches import threads_for
 from sparcel.products.linear.model import Coordinates
 from sparcel.products.linear.ranks import broadcast, run_or_fail_everywhere
-from sparcel.products.linear.trainer import Examples, Settings, Stopwatch, Trainer, check_alike
+from sparcel.products.linear.trainer import Examples, Settings, Trainer, WaitClock, check_alike
 from sparcel.products.rows import Rows, check
 from sparcel.products.rows.rows import Array
 
@@ -176,7 +176,7 @@ class Scd(Trainer):
         rows, width = examples.rows, examples.width
         run_or_fail_everywhere(comm, lambda: _check(rows))
         self._weight, mean, spread = check_alike(examples, settings, comm)
-        super().__init__(settings, comm, Stopwatch(), spread)
+        super().__init__(settings, comm, WaitClock(), spread)
         self._dimensions = rows.dimensions
         self._rows = by_coordinates(examples, settings.fit_intercept, comm)
         self.columns = self._rows.columns

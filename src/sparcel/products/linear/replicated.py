@@ -19,7 +19,7 @@ from sparcel.core.stream import SparseStream, concatenate
 from sparcel.core.wire import Wire
 from sparcel.products.linear.batches import TAIL, Batch
 from sparcel.products.linear.ranks import broadcast, collect, gathered, scattered
-from sparcel.products.linear.trainer import Stopwatch
+from sparcel.products.linear.trainer import WaitClock
 from sparcel.products.linear.weights import Weights, WholeModel
 from sparcel.products.rows.rows import Array
 
@@ -187,7 +187,7 @@ class Replicated:
         self._dimensions = weights.dimensions if columns is None else dimensions
         self._rank = 0 if comm is None else comm.rank
         self._owed = None if exchange.sent is None else Owed(weights, exchange.sent)
-        self.clock = Stopwatch()
+        self.clock = WaitClock()
 
     def read(self, numbers: BatchNumbers) -> BatchView | None:
         """Return the model as this rank's batch sees it."""

@@ -22,7 +22,7 @@ from sparcel.core.formats import FewBits
 from sparcel.products.linear.batches import TAIL, Batch, column_dtype
 from sparcel.products.linear.ranks import collect, exchanged, gathered, scattered
 from sparcel.products.linear.replicated import STEP, BatchNumbers, BatchView, Pending, StepResult
-from sparcel.products.linear.trainer import Stopwatch
+from sparcel.products.linear.trainer import WaitClock
 from sparcel.products.linear.weights import BY_COLUMN, Weights, WholeModel
 from sparcel.products.rows.rows import Array
 
@@ -195,7 +195,7 @@ class Sharded:
         rounding: FewBits | None = None,
     ) -> None:
         self._dimensions, self._comm = dimensions, comm
-        self.clock, self._exchanges = Stopwatch(), Stopwatch()
+        self.clock, self._exchanges = WaitClock(), WaitClock()
         own = [batch.columns[:-TAIL].numpy() for batch in batches]
         starts = _owners(own, dimensions, comm)
         # Where the columns of each owner begin in each batch.

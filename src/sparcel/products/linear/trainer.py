@@ -220,7 +220,7 @@ def _moments(examples: Examples, weight: float) -> tuple[float, float]:
     return mean, peak * sqrt(np.average((distances / peak) ** 2, weights=weights))
 
 
-class Stopwatch:
+class WaitClock:
     """Adds up how long a rank waits for the others."""
 
     def __init__(self) -> None:
@@ -267,7 +267,7 @@ class Trainer(ABC):
     """What ``tol`` is multiplied by."""
 
     def __init__(
-        self, settings: Settings, comm: Communicator | None, clock: Stopwatch, spread: float
+        self, settings: Settings, comm: Communicator | None, clock: WaitClock, spread: float
     ) -> None:
         self._settings, self._comm, self.clock = settings, comm, clock
         self._spread = spread

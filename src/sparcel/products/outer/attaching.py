@@ -20,7 +20,7 @@ from sparcel.core.training import Averager
 from sparcel.core.training.driver import check_updates, checked_optimizers, warn_if_alone
 from sparcel.errors import InputError, MismatchError, checked_name, warn
 from sparcel.products.outer.driver import Outer, Poison
-from sparcel.products.outer.island import Follower, Ranks
+from sparcel.products.outer.island import FollowingRank, Ranks
 from sparcel.products.outer.islands import Elastic, Fixed
 from sparcel.products.outer.method import Method, Pace, chosen_method
 from sparcel.products.outer.model import Model, unwrapped
@@ -45,7 +45,7 @@ def attach(
     poison: Poison = "leave out",
     least: int = 2,
     patience: float = 60.0,
-) -> Outer | Follower:
+) -> Outer | FollowingRank:
     """Let islands exchange what their parameters have moved, every so many inner steps.
 
     The training loop stays as it is: each island trains alone, and the outer step is taken at the
@@ -115,7 +115,7 @@ def attach(
         )
     shared = Shared(watched, replace(chosen, momentum=0.0) if ranks.follows else chosen)
     if ranks.follows:
-        return Follower(ranks, shared)
+        return FollowingRank(ranks, shared)
     settings = {"every": every, "method": chosen, "buffers": buffers, "poison": poison}
     try:
         pace = Pace(every, len(shared.fragments), chosen.overlap)

@@ -222,7 +222,7 @@ def _is_copied(placement: Placement | None) -> bool:
     return placement is None or isinstance(placement, Replicate)
 
 
-class Follower:
+class FollowingRank:
     """What `attach` returns on the ranks of an island that do not exchange themselves.
 
     Attributes
