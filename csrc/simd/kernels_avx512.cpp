@@ -1,27 +1,9 @@
-#include "simd/accumulate_pass.hpp"
-#include "simd/ahead_pass.hpp"
-#include "simd/delta_pass.hpp"
-#include "simd/mask_pass.hpp"
-#include "simd/narrow_pass.hpp"
-#include "simd/passes.hpp"
-#include "simd/quantize_pass.hpp"
+#include "simd/all_passes.hpp"
 #include "simd/sixty4_avx512.hpp"
 #include "simd/vectors_avx512.hpp"
 
 namespace sparcel {
 
-const Kernels avx512_kernels = {
-    "avx512",
-    Passes<Vector16>::readers,
-    Passes<Vector32>::readers,
-    Passes<Vector64>::readers,
-    FloatPasses<Vector32>::accumulate,
-    FloatPasses<Vector64>::accumulate,
-    code_passes,
-    masked_passes<Vector32>,
-    narrow_passes,
-    delta_passes<Sixty4>,
-    ahead_passes,
-};
+const Kernels avx512_kernels = kernels_named<Vector16, Vector32, Vector64, Sixty4>("avx512");
 
 }  // namespace sparcel
