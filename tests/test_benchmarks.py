@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.network import balancing, scale, tree
-from benchmarks.network import two_tiers_bytes as counted
+from benchmarks.network import two_tiers as counted
 from benchmarks.training import frontier
 from benchmarks.training import fsdp_model as fsdp
 from sparcel import simulate, topk

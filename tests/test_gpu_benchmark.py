@@ -101,7 +101,7 @@ def test_every_method_trains_and_counts(run_on: Any) -> None:
     assert all(row["method"] in measure.step_line(row) for row in found)
 
 
-@pytest.mark.parametrize("script", [counts, measure, tables])
+@pytest.mark.parametrize("script", [counts, measure])
 def test_help_measures_nothing(monkeypatch: pytest.MonkeyPatch, script: Any) -> None:
     monkeypatch.setattr(sys, "argv", ["script", "--help"])
     with pytest.raises(SystemExit, match="0"):

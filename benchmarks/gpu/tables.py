@@ -1,9 +1,4 @@
-"""The tables of docs/how-to/gpu.md: measured, and computed from bytes and passes.
-
-    python -m benchmarks.gpu.tables
-
-prints them.
-"""
+"""The tables of docs/how-to/gpu.md: measured, and computed from bytes and passes."""
 
 from __future__ import annotations
 
@@ -14,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.pages.tables import table
-from benchmarks.record import options, recorded
+from benchmarks.record import recorded
 from sparcel.core.comm import ring_bytes
 from sparcel.core.cost import Problem, count
 from sparcel.core.cost.steps import by_regions
@@ -142,12 +137,3 @@ def all_tables() -> Iterator[str]:
     """Yield the lines of all tables."""
     for lines in (measured, computed):
         yield from lines()
-
-
-def main() -> None:
-    options(__doc__)
-    print("\n".join(all_tables()))
-
-
-if __name__ == "__main__":
-    main()

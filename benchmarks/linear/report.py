@@ -1,7 +1,4 @@
-"""The tables of docs/records/linear.md, and a figure of docs/gallery.md, from their records.
-
-python -m benchmarks.linear.report
-"""
+"""The tables of docs/records/linear.md, from their records."""
 
 from __future__ import annotations
 
@@ -9,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from benchmarks.pages.tables import COLOURS, save, subplots, table
-from benchmarks.record import RESULTS, Row, rows_of
+from benchmarks.pages.tables import table
+from benchmarks.record import Row, rows_of
 
 PAPER_RATES = {
     ("urls", 32, "Cray Aries"): (3.52, 3.69),
@@ -223,37 +220,4 @@ TABLES: dict[str, Callable[[list[Row]], Iterator[str]]] = {
 def all_tables() -> Iterator[str]:
     """Yield the lines of all tables of the page."""
     for name, lines in TABLES.items():
-        yield f"\n{name}\n"
-        yield from lines(rows_of(RESULTS / f"{name}.json"))
-
-
-def draw_optimum(rows: list[Row]) -> None:
-    """Draw the seconds that each way takes to the same objective, or until it gives up."""
-    figure, axes = subplots(size=(6.4, 3.4))
-    for place, row in enumerate(rows):
-        waited = row.get("communication_seconds", 0.0)
-        reached = row.get("reached", True)
-        axes.barh(place, row["seconds"], color=COLOURS[0] if reached else "lightgrey")
-        axes.barh(place, waited, color=COLOURS[3], left=row["seconds"] - waited)
-        text = f" {row['seconds']:.0f} s" + ("" if reached else ", not reached")
-        axes.text(row["seconds"], place, text, va="center", fontsize="small")
-    names = [f"{row['arm']}, {row['nodes']} node{'s' * (row['nodes'] > 1)}" for row in rows]
-    axes.set_yticks(range(len(rows)), names)
-    axes.invert_yaxis()
-    axes.set(xlabel="seconds (yellow: communication)", xlim=(0, 680))
-    save(figure, "linear-optimum")
-
-
-def draw_all() -> None:
-    """Draw the figure."""
-    draw_optimum(rows_of(RESULTS / "linear_optimum.json"))
-
-
-def main() -> None:
-    """Print the tables and draw the figure."""
-    print(*all_tables(), sep="\n")
-    draw_all()
-
-
-if __name__ == "__main__":
-    main()
+        yield from lines(rows_of(name))

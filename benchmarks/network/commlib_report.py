@@ -1,17 +1,13 @@
-"""The tables and the figures of docs/records/commlib.md, from the record of `commlib.py`.
-
-python -m benchmarks.network.commlib_report
-"""
+"""The tables of docs/records/commlib.md, from the record of `commlib.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from statistics import mean
 
 from benchmarks.network.commlib import PARTS
-from benchmarks.pages.tables import BESIDE, over_seeds, save, subplots, table
-from benchmarks.record import RESULTS, Row, rows_of
+from benchmarks.pages.tables import over_seeds, table
+from benchmarks.record import Row, rows_of
 
 TARGETS = (0.55, 0.60)
 """The accuracies to which the trainings' times are told."""
@@ -121,54 +117,11 @@ def last(row: Row) -> float:
 
 def recorded() -> list[Row]:
     """Return the latest row of each job in the record."""
-    rows = rows_of(RESULTS / "commlib.json")
+    rows = rows_of("commlib")
     return [*{(row["kind"], row["label"], row["seed"]): row for row in rows}.values()]
 
 
 def tables() -> Iterator[str]:
-    """Yield the lines of all tables, an empty one between two."""
-    rows = recorded()
-    yield from (*scaling_table(rows), "")
-    yield from (*target_table(rows), "")
-    yield from convergence_table(rows)
-
-
-def draw_breakdown(rows: Sequence[Row]) -> None:
-    """Draw stacked bars, as CommLib's Figure 1: systems side by side at each resolution."""
-    systems = [*of_kind(rows, "existing").values(), *of_kind(rows, "throughput").values()]
-    names = [f"{row['label']}{'' if row['kind'] == 'existing' else ', ours'}" for row in systems]
-    figure, all_axes = subplots(1, len(PAPER_TABLE_3), size=(6.4, 4.4), sharey=True)
-    for axes, size in zip(all_axes, PAPER_TABLE_3, strict=True):
-        below = [0.0] * len(systems)
-        parts = [step_parts(warm(row, size)) for row in systems]
-        for part in PARTS:
-            heights = [one[part] for one in parts]
-            axes.bar(names, heights, bottom=below, label=part)
-            below = [low + height for low, height in zip(below, heights, strict=True)]
-        axes.set(title=f"{size} × {size} pixels")
-        axes.tick_params("x", rotation=90)
-    all_axes[0].set(ylabel="ms a step")
-    all_axes[-1].legend()
-    save(figure, "commlib_breakdown")
-
-
-def draw_accuracy(rows: Sequence[Row]) -> None:
-    """Draw the trainings' accuracy by seconds."""
-    figure, axes = subplots()
-    for label, row in of_kind(rows, "training").items():
-        seconds = list(accumulate(one["seconds"] for one in row["epochs"]))
-        axes.plot(seconds, [100 * one["accuracy"] for one in row["epochs"]], label=label, lw=1)
-    axes.set(xlabel="seconds", ylabel="accuracy, %")
-    axes.legend(**BESIDE)
-    save(figure, "commlib_training")
-
-
-def draw_all() -> None:
-    """Draw the figures."""
-    draw_breakdown(recorded())
-    draw_accuracy(recorded())
-
-
-if __name__ == "__main__":
-    print("\n".join(tables()))
-    draw_all()
+    """Yield the lines of all tables."""
+    for lines in (scaling_table, target_table, convergence_table):
+        yield from lines(recorded())

@@ -1,8 +1,6 @@
 """What two papers tell of times on their clusters, beside what `sparcel plan` predicts for these.
 
-    python -m benchmarks.network.papers_models
-
-prints the tables of docs/records/papers.md. Nothing is measured: the papers' figures are inputs.
+These are tables of docs/records/papers.md. Nothing is measured: the papers' figures are inputs.
 """
 
 from __future__ import annotations
@@ -250,13 +248,3 @@ def sums_table() -> Iterator[str]:
             for ranks, theirs, ours in sums()
         ),
     )
-
-
-def main() -> None:
-    """Print all tables."""
-    for lines in (claims_table(), throughput_table(), sums_table()):
-        print(*lines, "", sep="\n")
-
-
-if __name__ == "__main__":
-    main()

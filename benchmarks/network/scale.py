@@ -14,14 +14,16 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
+from math import log2
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.record import among, itself, left_of, machine, options, show, write
+from benchmarks.pages.tables import table
+from benchmarks.record import among, itself, left_of, machine, options, recorded, show, write
 from sparcel import SparseStream, simulate
 from sparcel.core.collectives import ALGORITHMS, broadcast, gtopk, oktopk
 from sparcel.core.collectives.doubling import halving_doubling
@@ -52,16 +54,16 @@ def scalecom(stream: SparseStream, comm: Communicator, k: int) -> SparseStream:
     return SparseStream.unchecked(chosen.indices, sums.values, stream.size)
 
 
-def per_node(comm: Communicator) -> int:
+def per_node(ranks: int) -> int:
     """Return the ranks a node: 8, or half of the ranks if these are fewer."""
-    return min(8, max(1, comm.size // 2))
+    return min(8, max(1, ranks // 2))
 
 
 def two_levels(inner: Callable[[float], Scheme]) -> Callable[..., SparseStream]:
     """Return a step of a scheme between nodes, whose groups are there already."""
 
     def step(stream: SparseStream, comm: Communicator, k: int) -> SparseStream:
-        scheme = Hierarchical(inner(k / stream.size), per_node(comm))
+        scheme = Hierarchical(inner(k / stream.size), per_node(comm.size))
         gradient, request = stream.to_dense(), Request()
         plan = scheme.plan(gradient, comm, request)
         return scheme.reduce(Step(gradient, comm, request, plan, None)).average
@@ -96,7 +98,7 @@ def measure(name: str, ranks: int, size: int, count: int) -> dict[str, Any]:
 
     def prepared(comm: Communicator) -> None:
         if name in ON_NODES:
-            comm.grid(per_node(comm))
+            comm.grid(per_node(comm.size))
 
     def on_rank(comm: Communicator) -> tuple[int, float]:
         prepared(comm)
@@ -138,6 +140,86 @@ def measure(name: str, ranks: int, size: int, count: int) -> dict[str, Any]:
         "ethernet_s": round(seconds(ETHERNET), 6),
         "nodes_s": round(seconds(NODES), 6),
     }
+
+
+PAPERS: dict[str, Callable[[int, int, int], float]] = {
+    "dense": lambda p, n, k: 2 * n * (p - 1) / p,
+    "allgather": lambda p, n, k: 2 * k * (p - 1),
+    "recursive_doubling": lambda p, n, k: 2 * k * (p - 1),
+    "split_allgather": lambda p, n, k: (2 * k + n) * (p - 1) / p,
+    "gtopk": lambda p, n, k: 2 * k * log2(p),
+    "oktopk": lambda p, n, k: 6 * k * (p - 1) / p,
+    "hitopk": lambda p, n, k: (
+        (
+            (per_node(p) - 1) * n
+            + (p / per_node(p) - 1) * k
+            + (per_node(p) - 1) * p / per_node(p) * k
+        )
+        / per_node(p)
+    ),
+}
+"""The papers' closed forms, for P ranks and k of n coordinates, in words of 4 bytes.
+
+If a form is an interval, its end for indices that hardly overlap. They are of Ok-Topk's table 1,
+but those of SparCML's section 5.3.1 (`recursive_doubling`) and CommLib's equations 7, 9 and 10
+(`hitopk`).
+"""
+
+
+def words_table() -> Iterator[str]:
+    """Yield the lines of the table of words."""
+    results = recorded("scale")
+    size, count = results["size"], results["count"]
+    found = {(row["algorithm"], row["ranks"]): row for row in results["rows"]}
+    names, ranks = dict.fromkeys(name for name, _ in found), sorted({p for _, p in found})
+
+    def words(name: str, p: int) -> str:
+        paper = PAPERS[name](p, size, count) / count if name in PAPERS else None
+        return compared(found[name, p]["bytes"] / 4 / count, paper)
+
+    rows = (
+        (f"`{name}`", *(words(name, p) if (name, p) in found else "" for p in ranks))
+        for name in names
+    )
+    return table(("", *(f"P = {p}" for p in ranks)), rows)
+
+
+def rounds_of_oktopk() -> str:
+    """Return the sentence on its rounds, and on those of the form in the paper's table 1."""
+    rows = [row for row in recorded("scale")["rows"] if row["algorithm"] == "oktopk"]
+    ranks = [row["ranks"] for row in rows]
+    forms = (2 * p + 2 * log2(p) for p in ranks)
+    ours, on, theirs = map(listed, ((row["rounds"] for row in rows), ranks, forms))
+    return f"`oktopk` takes {ours} rounds on {on} ranks, where the paper's form has {theirs}."
+
+
+def listed(numbers: Iterable[float]) -> str:
+    """Join whole numbers by commas, and the last by "and"."""
+    *first, last = (f"{one:.0f}" for one in numbers)
+    return f"{', '.join(first)} and {last}"
+
+
+def described(network: dict[str, float]) -> str:
+    """Describe the links of a network."""
+    text = "{:g} Gbit/s and {:g} µs a message".format(
+        network["bandwidth"] * 8 / 1e9, network["latency_s"] * 1e6
+    )
+    if network["ranks_per_node"] == 1:
+        return text
+    return "{:g} ranks a node: {} between nodes, {:g} Gbit/s and {:g} µs inside".format(
+        network["ranks_per_node"],
+        text,
+        network["node_bandwidth"] * 8 / 1e9,
+        network["node_latency_s"] * 1e6,
+    )
+
+
+def compared(ours: float, paper: float | None) -> str:
+    """Format our value, bold if it is lower, and the paper's in brackets."""
+    text = f"{ours:.1f}"
+    if paper is None:
+        return text
+    return f"{f'**{text}**' if float(text) < float(f'{paper:.1f}') else text} ({paper:.1f})"
 
 
 def main() -> None:

@@ -8,7 +8,11 @@ Run it in each rank of an emulated cluster, for figure 7 and for figure 8:
         python -m benchmarks.network.two_tiers --breakdown \
         --output benchmarks/results/two_tiers_steps.json
 
-The page also has figure 7 at 100 Mbit/s (`--rate 100mbit`, two_tiers_100mbit.json).
+The page also has figure 7 at 100 Mbit/s (`--rate 100mbit`, two_tiers_100mbit.json), and what
+crosses between the nodes of clusters of any size, counted on the simulated cluster:
+
+    python -m benchmarks.network.two_tiers --count \
+        --output benchmarks/results/two_tiers_bytes.json
 
 Figure 7 has gradients in float16. `NaiveAG` is `mstopk`: every rank's selection, gathered by all.
 `TreeAR` sums and sends float16 along a tree (`tree.py`), `engine` is the engine's own all-reduce of
@@ -37,14 +41,28 @@ from torch import Tensor
 
 from benchmarks.clock import Clock
 from benchmarks.network.tree import tree_all_reduce
-from benchmarks.record import Row, machine, network, options, show, write
-from sparcel import scheme
+from benchmarks.pages.tables import table
+from benchmarks.record import Row, machine, network, options, rows_of, show, write
+from sparcel import scheme, simulate
 from sparcel.core import units
+from sparcel.core.comm import Communicator
 from sparcel.core.schemes import Costs, Request, Scheme
 from sparcel.tools.bench.contenders import BenchEngine, connected
 
 METHODS = ("NaiveAG", "TreeAR", "engine", "2DTAR", "HiTopKComm")
 SIZES = [1_000_000, 4_000_000, 16_000_000, 64_000_000]
+
+
+def scheme_of(name: str, density: float, here: int, wire: str | None) -> Scheme | None:
+    """Return the scheme of a method on nodes of so many ranks; None for sums."""
+    made: dict[str, Callable[[], Scheme]] = {
+        "NaiveAG": lambda: scheme("mstopk", density=density),
+        "2DTAR": lambda: scheme("torus2d", wire=wire, ranks_per_node=here),
+        "HiTopKComm": lambda: scheme(
+            "hitopk", density=density, selector="mstopk", ranks_per_node=here
+        ),
+    }
+    return made[name]() if name in made else None
 
 
 @dataclass
@@ -84,13 +102,8 @@ class Ranks:
 
     def method(self, name: str, density: float) -> Callable[[], Stopwatch]:
         """Return a step of a method, which writes the average to ``update``."""
-        if name == "NaiveAG":
-            return self._step(scheme("mstopk", density=density))
-        if name == "2DTAR":
-            wire = None if self.gradient.dtype == torch.float32 else "float16"
-            return self._step(scheme("torus2d", wire=wire, ranks_per_node=self.here))
-        if name == "HiTopKComm":
-            made = scheme("hitopk", density=density, selector="mstopk", ranks_per_node=self.here)
+        wire = None if self.gradient.dtype == torch.float32 else "float16"
+        if made := scheme_of(name, density, self.here, wire):
             return self._step(made)
         comm = self.comm
         total: dict[str, Callable[[Tensor], object]] = {
@@ -156,10 +169,71 @@ def measure(ranks: Ranks, jobs: list[tuple[str, float]], rounds: int, repeats: i
     ]
 
 
+GRIDS = [(2, 4), (2, 8), (4, 8), (16, 8)]
+"""Nodes, and ranks of each, for which bytes are counted."""
+COUNTED, DENSITY = 1 << 18, 0.01
+
+
+def count(name: str, nodes: int, here: int) -> Row:
+    """Return the bytes of the busiest node, in the busier direction, for each coordinate."""
+    made = scheme_of(name, DENSITY, here, "float16")
+
+    def on_rank(comm: Communicator) -> None:
+        generator = torch.Generator().manual_seed(comm.rank)
+        gradient = torch.randn(COUNTED, generator=generator).half()
+        if made is not None:
+            made.fresh().step(gradient, comm)
+        elif name == "TreeAR":
+            tree_all_reduce(gradient, comm)
+        else:
+            comm.all_reduce(gradient)
+
+    report = simulate(nodes * here, on_rank, ranks_per_node=here)
+    busiest = max(
+        sum(getattr(traffic, way) for traffic in report.between_nodes[start : start + here])
+        for start in range(0, nodes * here, here)
+        for way in ("bytes_sent", "bytes_received")
+    )
+    return {"method": name, "nodes": nodes, "ranks_per_node": here, "bytes": busiest / COUNTED}
+
+
+def times_table() -> Iterator[str]:
+    """Yield figure 7 as a table: medians, and the multiple of HiTopKComm's."""
+    by_name = {
+        name: [row for row in rows_of("two_tiers") if row["method"] == name] for name in METHODS
+    }
+    best = [row["ms"] for row in by_name["HiTopKComm"]]
+    cells = {
+        name: [
+            f"{row['ms']:.0f} ms, {row['ms'] / least:.1f}×"
+            for row, least in zip(own, best, strict=True)
+        ]
+        for name, own in by_name.items()
+    }
+    columns = (f"{row['size'] / 1e6:g} M" for row in by_name["HiTopKComm"])
+    return table(("", *columns), ((f"`{name}`", *own) for name, own in cells.items()))
+
+
+def bytes_table() -> Iterator[str]:
+    """Yield the bytes that cross the busiest node's link for each coordinate."""
+    rows = rows_of("two_tiers_bytes")
+    found = {(row["method"], row["nodes"], row["ranks_per_node"]): row["bytes"] for row in rows}
+    return table(
+        ("", *(f"{nodes} × {here}" for nodes, here in GRIDS)),
+        ((f"`{name}`", *(f"{found[name, *grid]:.2f}" for grid in GRIDS)) for name in METHODS),
+    )
+
+
+def tables() -> Iterator[str]:
+    """Yield the lines of both tables."""
+    yield from (*times_table(), *bytes_table())
+
+
 def main() -> None:
     arguments = options(
         __doc__,
         breakdown=False,
+        count=False,
         sizes={"type": units.whole, "nargs": "+"},
         densities={"type": float, "nargs": "+"},
         methods={"choices": METHODS, "nargs": "+", "metavar": "NAME"},
@@ -167,6 +241,10 @@ def main() -> None:
         repeats=3,
         output=Path,
     )
+    if arguments.count:
+        rows = [count(name, *grid) for grid in GRIDS for name in METHODS]
+        write(arguments.output, {**machine(), "size": COUNTED, "density": DENSITY}, rows)
+        return
     torch.set_num_threads(1)  # the ranks share the cores
     breakdown = arguments.breakdown
     sizes = arguments.sizes or ([25_000_000, 110_000_000] if breakdown else SIZES)

@@ -383,11 +383,10 @@ def likeness_table() -> Iterator[str]:
 
 
 def all_tables() -> Iterator[str]:
-    """Yield the lines of all tables that are ours, an empty one between two."""
-    for lines in (models.claims_table, models.throughput_table, models.sums_table):
-        yield from (*lines(), "")
-    for lines in (balancing_table, growth_table, counts_table, likeness_table):
-        yield from (*lines(), "")
+    """Yield the lines of all tables that are ours."""
+    computed = models.claims_table, models.throughput_table, models.sums_table
+    for lines in (*computed, balancing_table, growth_table, counts_table, likeness_table):
+        yield from lines()
 
 
 def main() -> None:

@@ -6,9 +6,7 @@ Ranks are processes of this machine, joined by loopback, with one thread each. T
 a direction, as those of real training do: g = shared + 0.5·own, new in each step. All rows take
 turns, several times. A figure is the mean over the ranks of `process_time` from the beginning of
 some steps to their end, and the median of the turns. This counts what the engine's threads and the
-kernel do for a rank. With ``--rate 1gbit`` the ranks are nodes that such links join, and the time
-that passes is that of a step on this network. The *share* is the time in proportion to Gloo's
-float32 in the same turn.
+kernel do for a rank. The *share* is the time in proportion to Gloo's float32 in the same turn.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from sparcel import scheme
 from sparcel.core import units
 from sparcel.core.schemes import SPARSER, Scheme
 from sparcel.tools.bench.contenders import BenchEngine, connected
-from sparcel.tools.lab import Link, Workers, open_network, parse_rate
+from sparcel.tools.lab import Loopback, Workers
 
 WARM_UP, GRADIENTS = 12, 3
 """Steps before the first turn, in which memories fill up; gradients that take turns."""
@@ -110,12 +108,12 @@ def measured(ranks: Ranks, names: list[str], turns: int, steps: int) -> list[Row
     ]
 
 
-def on_processes(ranks: int, link: Link | None) -> list[Row]:
+def on_processes(ranks: int) -> list[Row]:
     """Run this command on so many processes, and return the rows of rank 0."""
     rows: list[Row] = []
     argv = [sys.executable, *itself(), *sys.argv[1:]]
     environment = {"OMP_NUM_THREADS": "1", RANK_OF: "1"}
-    with open_network(ranks, link) as network, Workers(network, argv, environment) as workers:
+    with Loopback(ranks) as network, Workers(network, argv, environment) as workers:
         for rank, line in workers.lines():
             if rank == 0 and line.startswith("{"):
                 rows.append(json.loads(line))
@@ -132,7 +130,6 @@ def main() -> None:
         schemes=among(SCHEMES),
         turns=7,
         steps=3,
-        rate=parse_rate,
         output=Path,
     )
     if RANK_OF in os.environ:
@@ -144,8 +141,7 @@ def main() -> None:
             print(*map(json.dumps, rows), sep="\n", flush=True)
         return
     origin = {**machine(), "load": os.getloadavg()}
-    link = arguments.rate and Link(arguments.rate)
-    rows = [row for ranks in arguments.ranks for row in on_processes(ranks, link)]
+    rows = [row for ranks in arguments.ranks for row in on_processes(ranks)]
     show(rows)
     if arguments.output is not None:
         write(arguments.output, origin, rows)

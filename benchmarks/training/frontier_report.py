@@ -1,29 +1,15 @@
-"""Tables and a figure of docs/explanation/results.md and docs/records/training.md.
+"""Tables of results.md and training.md, by what `frontier` recorded.
 
-    python -m benchmarks.training.frontier_report
-
-prints the tables as Markdown and draws ``docs/figures/frontier_words.svg``, from the records of
-`frontier.py` and, for dense training of 2000 steps, of `convergence.py`.
+Dense training of 2000 steps is in the record of `convergence.py`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from math import exp
-from statistics import mean
+from math import exp, log
+from statistics import geometric_mean, mean
 
-from benchmarks.pages.tables import (
-    DENSE,
-    POWERSGD,
-    ROUNDED,
-    SPARCEL,
-    over_seeds,
-    plain,
-    save,
-    subplots,
-    table,
-)
+from benchmarks.pages.tables import over_seeds, table
 from benchmarks.record import Row, shown_of
 from benchmarks.training.tasks import TASKS
 
@@ -31,6 +17,7 @@ DEFAULT = "bidirectional,1,packed:5/5,still"
 WITH_MUON = "bidirectional,1,packed:8/8,still"
 SPARSER = "bidirectional,0.1,packed:4,front"
 FOUR_BITS = "bidirectional,1,raw:4"
+SCALECOM = "scalecom,0.1,packed:4,front"
 MODELS = {
     "words": "transformer, AdamW",
     "characters": "LSTM, SGD",
@@ -54,7 +41,7 @@ CHOSEN = {
     WITH_MUON: "`attach`'s default for Muon",
     FOUR_BITS: "everything in 4 bits, up and down",
     SPARSER: "`attach` at 10 %",
-    "scalecom,0.1,packed:4,front": "`scalecom`, 10 %, `packed:4`",
+    SCALECOM: "`scalecom`, 10 %, `packed:4`",
 }
 """What users choose among, with labels."""
 
@@ -68,16 +55,6 @@ BY_BITS = {
     "powersgd,4": "torch's PowerSGD, rank 4",
 }
 """What travels, with labels: what Muon asks for."""
-
-DRAWN = {
-    "dense": ("dense", "s", DENSE),
-    "bf16": ("bfloat16", "s", ROUNDED),
-    DEFAULT: ("sparcel's default", "o", SPARCEL),
-    FOUR_BITS: ("sparcel, everything in 4 bits", "^", SPARCEL),
-    SPARSER: ("sparcel, 10 %", "D", SPARCEL),
-    "scalecom,0.1,packed:4,front": ("scalecom, 10 %", "v", SPARCEL),
-}
-"""Labels, markers and colours of the figure's runs."""
 
 IN_POINTS = "images", "speech", "intents"
 """The tasks of which tables show accuracy; of the others, language models, perplexity."""
@@ -231,46 +208,56 @@ def usual_of(rows: Sequence[Row], run: str, task: str) -> list[Row]:
     return sorted(found, key=_order)
 
 
-def draw(rows: Sequence[Row]) -> None:
-    """Draw the loss of words at the end against the share of the bytes, means over the seeds."""
-    figure, axes = subplots()
-    runs = {row["run"]: None for row in rows}
-    ranks = [run for run in runs if re.fullmatch(r"powersgd,\d+", run)]
-    places = {
-        run: (100 * mean(row["share"] for row in found), mean(row["loss"] for row in found))
-        for run in (*DRAWN, *ranks)
-        if (found := usual_of(rows, run, "words"))
+def steps_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Return the lines of how many steps methods need for dense training's loss, by task."""
+    tasks = "words", "images", "code, Muon", "code", "code 6M"
+    cells = (
+        [label, *(_factors(rows, run, task) for task in tasks)]
+        for run, label in (BY_BITS | CHOSEN).items()
+    )
+    return table(("method", *tasks), cells)
+
+
+def _factors(rows: Sequence[Row], run: str, task: str) -> str:
+    """Return the mean of the factors, and of several seeds the least and the largest."""
+    found = step_factors(rows, run, task)
+    if not found:
+        return ""
+    shorter, usual = _lengths(rows, task)
+    if max(found) > usual / shorter:
+        return f"over {usual / shorter:.0f}"  # nobody trained as short as that
+    several = f" ({min(found):.2f} to {max(found):.2f})" if len(found) > 1 else ""
+    return f"{geometric_mean(found):.2f}{several}"
+
+
+def step_factors(rows: Sequence[Row], run: str, task: str) -> list[float]:
+    """Return how many times dense training's steps a run needs for the same loss, by seed.
+
+    Dense training's loss falls about as the logarithm of its steps, between trainings of two
+    lengths that each end at their own lowest rate. What a run ends above dense training with its
+    seed, over this slope, is the logarithm of its factor. Empty where dense trainings of one length
+    alone are known, or the longer ones end no lower.
+    """
+    shorter, usual = _lengths(rows, task)
+    dense, found = dense_of(rows), usual_of(rows, run, task)
+    ends = {
+        steps: {seed: row for (*at, seed), row in dense.items() if at == [task, 8, steps]}
+        for steps in (shorter, usual)
     }
-    for run, (label, marker, colour) in DRAWN.items():
-        axes.plot(*places[run], marker, color=colour, label=label)
-    hooks = sorted(places[run] for run in ranks)
-    axes.plot(*zip(*hooks, strict=True), "o-", color=POWERSGD, label="PowerSGD, by rank")
-    for run in ranks:
-        offset = {"xytext": (6, 3), "textcoords": "offset points", "color": POWERSGD}
-        axes.annotate(run.removeprefix("powersgd,"), places[run], **offset)
-    axes.set(xscale="log", xlabel="bytes, % of dense float32", ylabel="loss at the end")
-    axes.set(xlim=(2.5, 150), title="words")
-    plain(axes.xaxis)
-    axes.legend()
-    save(figure, "frontier_words")
+    both = ends[shorter].keys() & ends[usual].keys()
+    if shorter == usual or not both:
+        return []
+    rise = mean(ends[shorter][seed]["loss"] - ends[usual][seed]["loss"] for seed in both)
+    slope = rise / log(usual / shorter)
+    lost = [row["loss"] - dense[*setting_of(row), row["seed"]]["loss"] for row in found]
+    return [exp(one / slope) for one in lost] if slope > 0 else []
 
 
-def draw_all() -> None:
-    """Draw the figure."""
-    draw(all_rows())
+def _lengths(rows: Sequence[Row], task: str) -> tuple[int, int]:
+    """Return the steps of the longest shorter dense training of a task, and those of a usual one.
 
-
-def main() -> None:
-    rows = all_rows()
-    searched = [*rows, *shown_of("search")]
-    for lines in (
-        *(default_table(rows), chosen_table(rows), bits_table(rows)),
-        size_table(shown_of("emulated_25m")),
-        *(other_settings_table(rows), search_table(searched)),
-    ):
-        print("\n".join(lines), end="\n\n")
-    draw_all()
-
-
-if __name__ == "__main__":
-    main()
+    The same twice if there is no shorter one.
+    """
+    usual = TASKS[task].steps
+    steps = {row["steps"] for row in rows if (row["run"], row["task"]) == ("dense", task)}
+    return max((one for one in steps if one < usual), default=usual), usual

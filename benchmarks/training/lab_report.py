@@ -1,20 +1,12 @@
-"""A table of docs/records/training.md about trainings over links, and the front page's figure.
-
-Both are made from the record of `lab_training.py`.
-
-    python -m benchmarks.training.lab_report
-
-prints the table as Markdown and draws ``docs/figures/front.svg``.
-"""
+"""A table of docs/records/training.md, and what pages say, of trainings over links."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 
-from benchmarks.pages.tables import DENSE, POWERSGD, ROUNDED, SPARCEL, save, subplots, table
-from benchmarks.record import RESULTS, Row, rows_of
+from benchmarks.pages.tables import table
+from benchmarks.record import Row, rows_of
 
 TRAININGS = (
     *("task", "method", "ms a step", "minutes", "perplexity over DDP", "fewer bytes"),
@@ -22,29 +14,18 @@ TRAININGS = (
 )
 SLOW, FAST = "100mbit", "1gbit"
 FRONT = "medium words"
-DRAWN = {
-    "PowerSGD 4": ("PowerSGD", POWERSGD),
-    "sparcel": ("sparcel", SPARCEL),
-    "sparcel 10 %": ("at 10 %", SPARCEL),
-    "bf16": ("bfloat16", ROUNDED),
+CALLED = {
+    "PowerSGD 4": "PowerSGD",
+    "sparcel": "sparcel",
+    "sparcel 10 %": "at 10 %",
+    "bf16": "bfloat16",
 }
-"""Names and colours of the methods in figures."""
-
-BESIDE_CURVES: dict[str, tuple[Row, Row]] = {
-    "PowerSGD": ({"xytext": (4, 4)}, {"xytext": (9, -14)}),
-    "sparcel": ({"xytext": (4, 4)}, {"xytext": (9, 4)}),
-    "at 10 %": (
-        {"xytext": (-5, 2), "ha": "right"},
-        {"xytext": (0, -15), "va": "top", "ha": "center"},
-    ),
-    "bfloat16": ({"xytext": (4, 4)}, {"xytext": (7, 6)}),
-}
-"""Where a curve's name is beside its start, and what it tells beside its end."""
+"""What the front page's picture calls methods."""
 
 
 def lab_rows() -> list[Row]:
     """Return the record's rows."""
-    return rows_of(RESULTS / "lab_training.json")
+    return rows_of("lab_training")
 
 
 def trainings_table(rows: Sequence[Row]) -> Iterator[str]:
@@ -121,60 +102,23 @@ def _training(row: Row) -> tuple[str, int, int]:
     return row["task"], row["steps"], row["seed"]
 
 
-def _front(rows: Sequence[Row]) -> tuple[Row, list[tuple[Row, str]]]:
+def front(rows: Sequence[Row]) -> tuple[Row, dict[str, tuple[Row, str]]]:
     """Return DDP's row, and of each method on the slow links its row and how it fares."""
     (base,) = (row for row in whole(rows) if (row["task"], row["method"]) == (FRONT, "DDP"))
-    told = []
+    told = {}
     for row, _ in _reached(rows):
         if row["task"] == FRONT:
-            minutes = row["train_seconds"][-1] / 60
             above = _above(row, base)
             where = f"{abs(above):.1f} % {'above' if above > 0 else 'below'}"
-            told.append((row, f"ends {where} after {minutes:.1f} min"))
+            minutes = row["train_seconds"][-1] / 60
+            told[CALLED[row["method"]]] = row, f"ends {where} after {minutes:.1f} min"
     return base, told
 
 
 def front_sentence(rows: Sequence[Row]) -> str:
     """Return what pages say that show the front page's picture."""
-    told = {DRAWN[row["method"]][0]: text for row, text in _front(rows)[1]}
+    told = {name: text for name, (_, text) in front(rows)[1].items()}
     return (
         f"Beside plain DDP's perplexity, sparcel {told['sparcel']}, at 10 % it"
         f" {told['at 10 %']}, bfloat16 {told['bfloat16']}, and PowerSGD {told['PowerSGD']}."
     )
-
-
-def draw_front(rows: Sequence[Row]) -> None:
-    """Draw the front page's picture: when each method ends, and how far above DDP alone."""
-    base, told = _front(rows)
-    wanted = math.exp(base["held_out"][-1][-1])
-    figure, axes = subplots(size=(5.4, 4))
-    axes.axhline(wanted, color=DENSE, linewidth=1, linestyle=":")
-    axes.text(2.6, wanted - 0.3, "where plain DDP ends", va="top")
-    for row, text in told:
-        name, colour = DRAWN[row["method"]]
-        write = partial(axes.annotate, color=colour, textcoords="offset points")
-        points = [(second / 60, math.exp(loss)) for _, second, loss in row["held_out"]]
-        axes.plot(*zip(*points, strict=True), color=colour, lw=4.5 if name == "sparcel" else 2.5)
-        axes.plot(*points[-1], "o", color=colour, markersize=9)
-        at_start, at_end = BESIDE_CURVES[name]
-        write(name, points[0], weight="bold", **at_start)
-        write(text.removeprefix("ends ").replace(" after ", "\n"), points[-1], **at_end)
-    axes.set(xlabel="minutes of training", ylabel="perplexity (lower is better)")
-    axes.set(xlim=(0, 5.8), ylim=(73, 92.5))
-    axes.set_title("Training over a slow network: 8 nodes, 100 Mbit/s", loc="center")
-    save(figure, "front")
-
-
-def draw_all() -> None:
-    """Draw the figure."""
-    draw_front(lab_rows())
-
-
-def main() -> None:
-    rows = lab_rows()
-    print("\n".join(trainings_table(rows)))
-    draw_all()
-
-
-if __name__ == "__main__":
-    main()

@@ -16,8 +16,6 @@ On real ranks, on as many cores, and in an emulated cluster:
         --output benchmarks/results/norms_2_cores.json
     sparcel lab run --nodes 8 --rate 1gbit -- python -m benchmarks.training.norms ranks \
         --output benchmarks/results/norms_lab.json
-
-As a page shows them: ``python -m benchmarks.training.norms table``.
 """
 
 from __future__ import annotations
@@ -232,16 +230,13 @@ def all_tables() -> Iterator[str]:
 
 
 def main() -> None:
-    """Measure, or print the tables of what was measured."""
+    """Measure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("where", choices=("simulated", "ranks", "table"))
+    parser.add_argument("where", choices=("simulated", "ranks"))
     parser.add_argument("--rounds", type=int, default=21, help="of which medians are taken")
     parser.add_argument("--output", type=Path)
     told = parser.parse_args()
     torch.set_num_threads(1)
-    if told.where == "table":
-        print("\n".join(all_tables()))
-        return
     if told.where == "simulated":
         every = product(NODES, MODELS)
         rows = [one for ranks, name in every for one in on_simulated(name, ranks, told.rounds)]

@@ -61,7 +61,7 @@ class Beside(Run):
                 for name, one in zip(self.matrices, update.split(sizes), strict=True):
                     self.rounded[name].lerp_(one.view_as(self.named[name]), 1 - MOMENTUM)
                     self.exact[name].lerp_(updates[name], 1 - MOMENTUM)
-                self._apply(updates, step)
+                self.apply(updates, step)
             comm.gather_numbers(0)  # the model has changed
 
 

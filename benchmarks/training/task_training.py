@@ -152,7 +152,7 @@ class Run:
             if comm.rank == 0:
                 if looks:
                     self._end_look()
-                self._apply(updates, step)
+                self.apply(updates, step)
             comm.gather_numbers(0)  # the model has changed
         return averager.handle.stats()
 
@@ -234,7 +234,7 @@ class Run:
     ) -> None:
         """Look at a rank's gradients before they are averaged; for subclasses."""
 
-    def _apply(self, updates: Mapping[str, Tensor], step: int) -> None:
+    def apply(self, updates: Mapping[str, Tensor], step: int) -> None:
         for name, parameter in self.named.items():
             parameter.grad = updates[name]
         self.update(step)

@@ -6,8 +6,7 @@ from statistics import mean
 import pytest
 
 from benchmarks.record import RESULTS, Row, is_todays, rows_of
-from benchmarks.training.frontier_report import all_rows, usual_of
-from benchmarks.training.step_factors import step_factors
+from benchmarks.training.frontier_report import all_rows, step_factors, usual_of
 from sparcel.core.schemes import ON_NODES, SEND_ALL, UNDER_MUON, Settings
 from sparcel.tools.plan.planner import SPARSE
 from sparcel.tools.plan.recorded import (

@@ -41,7 +41,7 @@ class Recorded(NamedTuple):
         How much more perplexity the language model has than with dense training, %.
     factors
         How many times dense training's steps the method needs for the same loss, by task and seed;
-        see `benchmarks.training.step_factors`.
+        see `benchmarks.training.frontier_report`.
     """
 
     record: str
