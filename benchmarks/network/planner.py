@@ -41,7 +41,7 @@ from sparcel.core.ops import MAX
 from sparcel.core.schemes.auto import CANDIDATES
 from sparcel.tools.bench.contenders import STEP, BenchEngine, Contender, connected, contender, names
 from sparcel.tools.bench.inputs import Case
-from sparcel.tools.bench.predicted import formula_of, predicted, problem_of
+from sparcel.tools.bench.timing import formula_of, predicted, problem_of
 
 GRIDS: dict[str, dict[str, list[Any]]] = {
     "fit": {

@@ -32,8 +32,8 @@ from benchmarks.training import causes, convergence, norms, papers_recipes, sing
 from benchmarks.training import frontier_report as frontier
 from benchmarks.training import lab_report as lab
 from sparcel.core.schemes import DEFAULT, RECOMMENDED
-from sparcel.tools.bench.report import tables as bench_tables
 from sparcel.tools.bench.results import Results
+from sparcel.tools.bench.results import tables as bench_tables
 from sparcel.tools.plan.recorded import OWN, RECORDED
 
 ROOT = Path(__file__).parents[2]

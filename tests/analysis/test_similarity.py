@@ -18,10 +18,10 @@ from sparcel import SparseStream, topk
 from sparcel.errors import InputError, MissingDependencyError
 from sparcel.tools.analysis import (
     cosine_similarities,
+    diagnostics,
     hamming_distance,
     normalized_hamming_distance,
     quantile_agreement,
-    similarity,
     spearman,
 )
 
@@ -64,7 +64,7 @@ def test_cosines_of_vectors_longer_than_a_slab(monkeypatch: pytest.MonkeyPatch) 
     generator = torch.Generator().manual_seed(0)
     memories = [torch.randn(100, generator=generator) for _ in range(3)]
     whole = cosine_similarities(memories)
-    monkeypatch.setattr(similarity, "_SLAB", 7)
+    monkeypatch.setattr(diagnostics, "_SLAB", 7)
     assert torch.allclose(cosine_similarities(memories), whole, rtol=0, atol=1e-14)
 
 

@@ -6,8 +6,7 @@ from sparcel import simulate
 from sparcel.core.comm import launched
 from sparcel.errors import InputError
 from sparcel.tools.bench.contenders import connected, names
-from sparcel.tools.bench.predicted import verdict
-from sparcel.tools.bench.results import BenchSettings, Cell, summarized
+from sparcel.tools.bench.results import BenchSettings, Cell, summarized, verdict
 from sparcel.tools.bench.run import network
 
 

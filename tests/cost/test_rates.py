@@ -29,7 +29,7 @@ from sparcel.core.cost.defaults import KINDS
 from sparcel.core.cost.steps import engine_sum
 from sparcel.core.rates import WORK
 from sparcel.errors import InputError
-from sparcel.tools.bench.predicted import formula_of
+from sparcel.tools.bench.timing import formula_of
 
 RECORD = Path(__file__).parents[2] / "benchmarks/results/planner_fit.json"
 

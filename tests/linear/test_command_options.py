@@ -18,7 +18,7 @@ from sparcel.products.linear.model import Coordinates, LinearModel
 from sparcel.products.linear.parameters import OF_ONE_SOLVER, Parameters, descriptions
 from sparcel.products.rows import SvmLight
 from sparcel.products.rows.cache import START
-from sparcel.tools.cli.linear.fit import fit, layout_of
+from sparcel.tools.cli.linear import fit, layout_of
 from tests.linear.command import sparcel
 
 

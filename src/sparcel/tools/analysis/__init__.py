@@ -7,7 +7,6 @@ During training, diagnostics tell whether the ranks' memories and selections are
 ScaleCom's convergence requires, and compute Ok-Topk's ξ.
 """
 
-from sparcel.tools.analysis.contraction import contraction, contraction_bound, xi
 from sparcel.tools.analysis.density import (
     Growth,
     delta,
@@ -19,14 +18,17 @@ from sparcel.tools.analysis.density import (
     ranks_until_dense,
     relative_volume,
 )
-from sparcel.tools.analysis.report import plot_fill_in
-from sparcel.tools.analysis.similarity import (
+from sparcel.tools.analysis.diagnostics import (
+    contraction,
+    contraction_bound,
     cosine_similarities,
     hamming_distance,
     normalized_hamming_distance,
     quantile_agreement,
     spearman,
+    xi,
 )
+from sparcel.tools.analysis.report import plot_fill_in
 
 __all__ = [
     "Growth",

@@ -20,7 +20,7 @@ from sparcel.core.schemes.density import checked_density, count_for
 from sparcel.core.selectors import selector
 from sparcel.core.stream import SparseStream, dense_from
 from sparcel.errors import InputError
-from sparcel.tools.analysis.similarity import Vector, checked_vector
+from sparcel.tools.analysis.diagnostics import Vector, checked_vector
 
 
 @dataclass(frozen=True)

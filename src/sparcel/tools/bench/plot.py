@@ -15,8 +15,7 @@ import numpy as np
 
 from sparcel.errors import InputError, optional
 from sparcel.tools.bench.contenders import DENSE, STEP
-from sparcel.tools.bench.report import digits
-from sparcel.tools.bench.results import Cell, Results
+from sparcel.tools.bench.results import Cell, Results, digits
 from sparcel.tools.bench.timing import PHASES
 
 if TYPE_CHECKING:

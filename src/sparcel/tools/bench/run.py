@@ -18,12 +18,27 @@ from torch import Tensor
 from sparcel.core.comm import Communicator, launched
 from sparcel.core.cost import Rates, read_rates
 from sparcel.core.formats import format_named
-from sparcel.tools.bench import report
 from sparcel.tools.bench.contenders import DENSE, BenchEngine, connected, contender, names
 from sparcel.tools.bench.inputs import Case, load_gradients
-from sparcel.tools.bench.predicted import NOW, predicted, set_rates, verdict
-from sparcel.tools.bench.results import BenchSettings, Cell, Results, summarized
-from sparcel.tools.bench.timing import Measured, merged, time_contender
+from sparcel.tools.bench.results import (
+    BenchSettings,
+    Cell,
+    Results,
+    Show,
+    progress,
+    summarized,
+    summary,
+    tables,
+    verdict,
+)
+from sparcel.tools.bench.timing import (
+    NOW,
+    Measured,
+    merged,
+    predicted,
+    set_rates,
+    time_contender,
+)
 from sparcel.tools.lab import Loopback, Workers
 
 _BASELINE = "dense fp32"
@@ -65,16 +80,16 @@ def run(settings: BenchSettings, console: Console) -> Results:
         rows = names(settings.algorithms, settings.whole_step, results.network["ranks_per_node"])
         cases = list(_cases(settings, gradients, comm.size, rows))
         runs = settings.rounds * len(engines) * sum(len(names) for _, names in cases)
-        with report.progress(console if comm.rank == 0 else None, runs) as show:
+        with progress(console if comm.rank == 0 else None, runs) as show:
             measuring = Measuring(settings, engines, results.network, rates, show)
             while cases:
                 # Pop each case, so that its inputs are freed when it is done.
                 results.cells += measuring.cells(*cases.pop(0))
         _compare(results)
         if comm.rank == 0:
-            for block in report.tables(results):
+            for block in tables(results):
                 console.print(block, soft_wrap=isinstance(block, str))
-            for line in (report.summary(results), verdict(results.cells)):
+            for line in (summary(results), verdict(results.cells)):
                 if line:
                     console.print(line, soft_wrap=True)
             if settings.json is not None:
@@ -134,7 +149,7 @@ class Measuring:
     engines: list[BenchEngine]
     network: dict[str, Any]
     rates: dict[str, Rates]
-    show: report.Show
+    show: Show
 
     def __post_init__(self) -> None:
         self.format = format_named(self.settings.format)

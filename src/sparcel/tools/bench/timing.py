@@ -1,8 +1,8 @@
-"""Measures one cell of the table: time, phases, bytes and wrong coordinates of a call."""
+"""The time of a cell: measured, with its phases, bytes and wrong coordinates, and predicted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -12,9 +12,24 @@ import torch
 from torch import Tensor
 
 from sparcel.core.comm import Communicator
+from sparcel.core.cost import (
+    COLLECTIVES,
+    STEPS,
+    Problem,
+    Rates,
+    measure,
+    predict,
+    read_rates,
+)
+from sparcel.core.cost.formulas import fastest_sum
+from sparcel.core.cost.predict import Formula, expected_union
+from sparcel.core.cost.steps import engine_sum
+from sparcel.core.formats import RAW, Format
 from sparcel.core.ops import MAX, SUM, Op
 from sparcel.core.profiling import timed_by
-from sparcel.tools.bench.contenders import Contender
+from sparcel.errors import checked_name
+from sparcel.tools.bench.contenders import DENSE, STEP, BenchEngine, Contender
+from sparcel.tools.bench.inputs import Case
 
 _PHASE_OF = {
     "select": "select",
@@ -164,3 +179,82 @@ def _prepare(contender: Contender, comm: Communicator) -> None:
 def _reduced(tensor: Tensor, comm: Communicator, op: Op) -> Tensor:
     comm.all_reduce(tensor, op)
     return tensor
+
+
+NOW = "now"
+"""Stands for a file of rates: measure them first."""
+
+
+def set_rates(engines: Sequence[BenchEngine], sources: Mapping[str, str]) -> dict[str, Rates]:
+    """Give the engines' communicators their rates, by which ``auto`` chooses; all ranks call.
+
+    Returns the rates by engine, from a file or measured now.
+
+    Parameters
+    ----------
+    sources
+        By engine, a file that `sparcel plan --measure` saved, or `NOW`; "" stands for all other
+        engines.
+
+    Raises
+    ------
+    InputError
+        When an engine is not in this run, or a file holds no rates.
+    """
+    names = [engine.name for engine in engines]
+    for name in filter(None, sources):
+        checked_name(name, names, "engine")
+    rates = {}
+    for engine in engines:
+        source = sources.get(engine.name, sources.get(""))
+        if source == NOW:
+            rates[engine.name] = measure(engine.comm, engine.name)
+        elif source is not None:
+            rates[engine.name] = read_rates(source)
+        engine.comm.rates = rates.get(engine.name)
+    return rates
+
+
+def predicted(
+    name: str, case: Case, ranks_per_node: int, rates: Rates | None, format: Format = RAW
+) -> float | None:
+    """Return the predicted seconds of the row ``name``, or None without a prediction."""
+    formula = formula_of(name)
+    if rates is None or formula is None:
+        return None
+    return predict(formula, problem_of(name, case, ranks_per_node, format), rates).seconds
+
+
+def problem_of(name: str, case: Case, ranks_per_node: int, format: Format = RAW) -> Problem:
+    """Return the problem that the row ``name`` of a case solves."""
+    dense = name in DENSE
+    return Problem(
+        size=case.size,
+        k=case.size if dense else case.k,
+        ranks=case.ranks,
+        ranks_per_node=ranks_per_node,
+        spread=None if dense else _spread(case),
+        format=format,
+    )
+
+
+def formula_of(name: str) -> Formula | None:
+    """Return the formula of the row ``name``, or None if there is none."""
+    if name in DENSE:
+        return engine_sum(DENSE[name].itemsize)
+    if name.startswith(STEP):
+        return STEPS.get(name.removeprefix(STEP))
+    return fastest_sum if name == "auto" else COLLECTIVES.get(name)
+
+
+def _spread(case: Case) -> int:
+    """Return the size of a vector in which independent choices have as large a union as these."""
+    union = case.total.indices.numel()
+    low, high = case.k, case.size
+    while low < high:
+        middle = (low + high) // 2
+        if expected_union(middle, case.k, case.ranks) < union:
+            low = middle + 1
+        else:
+            high = middle
+    return low

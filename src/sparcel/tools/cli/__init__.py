@@ -1,4 +1,4 @@
-"""The ``sparcel`` command, with a file or a folder for each subcommand."""
+"""The ``sparcel`` command, with a file or a folder for each subcommand (`density`: cli.plan)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ try:
 
     from sparcel.tools.cli.bench import bench
     from sparcel.tools.cli.delta import delta
-    from sparcel.tools.cli.density import density
     from sparcel.tools.cli.lab import lab
     from sparcel.tools.cli.linear import linear
     from sparcel.tools.cli.meet import meet
-    from sparcel.tools.cli.plan import plan
+    from sparcel.tools.cli.plan import density, plan
 except ModuleNotFoundError as missing:
     sys.exit(f"the sparcel command needs {missing.name}: pip install 'sparcel[cli]'")
 

@@ -108,9 +108,8 @@ def bench_command(
     if context.invoked_subcommand is not None:
         return
     from sparcel.core.comm import launched
-    from sparcel.tools.bench import report
     from sparcel.tools.bench.contenders import names
-    from sparcel.tools.bench.results import BenchSettings
+    from sparcel.tools.bench.results import BenchSettings, console
     from sparcel.tools.bench.run import read_files, run, start
 
     refuse_ignored(context, {"gradients": ["sizes"]})
@@ -135,10 +134,10 @@ def bench_command(
     )
     names(algorithms, whole_step, ranks_per_node=2)  # raise here instead of on every rank
     if launched():
-        run(settings, report.console())
+        run(settings, console())
     else:
         read_files(settings)  # here once, instead of on every rank
-        start(ranks, report.console(), mpi="mpi" in settings.engines)
+        start(ranks, console(), mpi="mpi" in settings.engines)
 
 
 def _share(text: str) -> float:
@@ -151,7 +150,7 @@ def _share(text: str) -> float:
 def _rates_source(item: str) -> tuple[str, str]:
     """Return the engine's name, empty for all engines, and the source of its rates."""
     from sparcel.tools.bench.contenders import ENGINES
-    from sparcel.tools.bench.predicted import NOW
+    from sparcel.tools.bench.timing import NOW
 
     engine, equals, source = item.partition("=")
     if not equals or engine not in ENGINES:  # a path may contain "=" too

@@ -21,13 +21,17 @@ from sparcel.tools.lab.launch import (
     Workers,
     told_by_survivor,
 )
-from sparcel.tools.lab.link import Link, LinkBytes, link_bytes, parse_link, parse_rate
 from sparcel.tools.lab.network import (
     EmulatedNetwork,
     LabUnavailableError,
+    Link,
+    LinkBytes,
     Loopback,
     Network,
+    link_bytes,
     open_network,
+    parse_link,
+    parse_rate,
 )
 
 

@@ -14,13 +14,14 @@ from sparcel.core.cost.steps import SERVED, on_nodes, powersgd
 from sparcel.core.formats import RAW, Format, format_named
 from sparcel.core.schemes import DEFAULT, ON_NODES
 from sparcel.errors import InputError
-from sparcel.tools.plan.models import Model, model_of
 from sparcel.tools.plan.recorded import BETWEEN, MUON, OWN, POWERSGD, own_settings, recorded
 from sparcel.tools.plan.steps import (
     DENSE,
+    Model,
     PlannedStep,
     Workload,
     mean_step,
+    model_of,
     outer_instead,
     outer_steps,
     sends_all,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from sparcel.tools.cli.delta.apply import apply
-from sparcel.tools.cli.delta.diff import diff
-from sparcel.tools.cli.delta.log import log, watch
-from sparcel.tools.cli.delta.verify import verify
+from sparcel.tools.cli.delta.checkpoints import apply, diff
+from sparcel.tools.cli.delta.stores import log, verify, watch
 
 delta = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 for command in (diff, apply, log, verify, watch):
