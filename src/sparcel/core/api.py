@@ -216,7 +216,7 @@ def all_reduce_topk(
         found = select(stream, wire, k, max_nnz)
         return _copy(found.total), reduce([found.dropped, *_lost(wire, stream.size)])
 
-    return _submit(comm, selected, stream, format, async_op, SUM, max_nnz)
+    return _run(comm, selected, stream, format, async_op, SUM, max_nnz, tells_lost=True)
 
 
 @overload
@@ -354,32 +354,14 @@ def _run(
     async_op: bool,
     op: Op = SUM,
     max_nnz: int | None = None,
-) -> Any:
-    """Run a collective as `_submit` does; with a format that rounds, also return what was lost."""
-
-    def with_lost(wire: Wire) -> Any:
-        result = collective(wire)
-        if not wire.format.loses:
-            return result
-        like = result if stream is None else stream
-        return result, reduce([like.empty_like(), *_lost(wire, like.size)])
-
-    return _submit(comm, with_lost, stream, format, async_op, op, max_nnz)
-
-
-def _submit(
-    comm: Communicator,
-    collective: Callable[[Wire], Any],
-    stream: SparseStream | None,
-    format: str | Format,
-    async_op: bool,
-    op: Op,
-    max_nnz: int | None,
+    tells_lost: bool = False,
 ) -> Any:
     """Run a collective over a wire of the group, at once or as a job, and return its result.
 
-    ``stream`` is None on a rank that only receives. Raises `InputError` when the format is unknown,
-    or cannot hold such a stream and its sums, and when the stream exceeds ``max_nnz``.
+    With a format that rounds, what this rank lost is returned as well, unless the collective
+    ``tells_lost`` itself. ``stream`` is None on a rank that only receives. Raises `InputError` when
+    the format is unknown, or cannot hold such a stream and its sums, and when the stream exceeds
+    ``max_nnz``.
     """
     layout = None if format == "auto" else format_named(format)
     if layout is not None and layout.loses and stream is not None:
@@ -398,6 +380,9 @@ def _submit(
             )
         wire = Wire(comm, layout or _fastest_format(comm, stream, max_nnz))
         result = collective(wire)
+        if wire.format.loses and not tells_lost:
+            like = result if stream is None else stream
+            result = result, reduce([like.empty_like(), *_lost(wire, like.size)])
         settle()  # nobody else asks whether messages from a GPU were sound
         return result
 

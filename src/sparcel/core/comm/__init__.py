@@ -16,6 +16,7 @@ from sparcel.core.comm.calls import Call, call_of, digest
 from sparcel.core.comm.communicator import (
     DIRECT_RANKS,
     Communicator,
+    Grid,
     gather_in_rounds,
     ranks_with_other,
 )
@@ -31,7 +32,7 @@ from sparcel.core.comm.engine import PeerErrors as PeerErrors
 from sparcel.core.comm.engine import Rows as Rows
 from sparcel.core.comm.failure import Failure as Failure
 from sparcel.core.comm.jobs import Job
-from sparcel.core.comm.nodes import Grid, launched
+from sparcel.core.comm.nodes import launched
 from sparcel.core.comm.simulated import Network, Report, SimulatedCommunicator, simulate
 from sparcel.core.comm.sockets import UnreachedError as UnreachedError
 from sparcel.core.comm.sockets import address_of_interface as address_of_interface

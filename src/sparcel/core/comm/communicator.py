@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial, wraps
 from typing import Any, Self, TypeVar
 from weakref import WeakValueDictionary
@@ -26,7 +27,7 @@ from sparcel.core.comm.engine import (
     whole,
 )
 from sparcel.core.comm.jobs import Job
-from sparcel.core.comm.nodes import Grid, nodes_of, own_location, split_in_grid
+from sparcel.core.comm.nodes import check_divided, nodes_of, own_location, place_of
 from sparcel.core.ops import SUM, Op
 from sparcel.core.rates import Rates
 from sparcel.errors import InputError
@@ -411,7 +412,10 @@ class Communicator(ABC):
                 nodes = self.nodes()
             else:
                 nodes = [rank // ranks_per_node for rank in range(self.size)]
-            self._grids[ranks_per_node] = split_in_grid(self, nodes)
+            node, place = place_of(self.rank, nodes)
+            made = Grid(self.split(node), self.split(place))
+            check_divided(self.rank, nodes, (made.node.size, made.across.size))
+            self._grids[ranks_per_node] = made
         grid = self._grids[ranks_per_node]
         grid.across.rates = None if self.rates is None else _across_nodes(self.rates)
         return grid
@@ -424,6 +428,22 @@ class Communicator(ABC):
     def staged(self) -> WeakValueDictionary[torch.device, Communicator]:
         """What carries tensors of GPUs over this communicator, by the GPU; see `carry`."""
         return WeakValueDictionary()  # they refer to this communicator
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Ranks arranged as nodes × places.
+
+    Attributes
+    ----------
+    node
+        The ranks of this rank's node.
+    across
+        The ranks that have this rank's place on every node.
+    """
+
+    node: Communicator
+    across: Communicator
 
 
 def exchanging(method: F) -> F:

@@ -153,7 +153,7 @@ class PeerErrors:
         text = f"rank {self.me} waited {seconds:g} s for {self._name(peer)}"
         return LostPeerError(text, late=True)
 
-    def other_length(self, peer: int, nbytes: int, expected: int | str) -> MismatchError:
+    def other_length(self, peer: int, nbytes: int | str, expected: int | str) -> MismatchError:
         """Return the error of a message with more or fewer bytes than expected."""
         return MismatchError(
             f"rank {self.names[peer]} sent {nbytes} bytes to rank {self.me}, which expected"
@@ -202,6 +202,7 @@ class MeshEngine:
     ) -> None:
         self.rank, self.size, self.timeout = rank, len(names), timeout
         self._errors = PeerErrors(names, rank)
+        self._aborted = False
         sockets = connect_all(store, address or gloo_address(), rank, self.size, timeout)
         self._mesh = _cpu.Mesh(sockets)
 
@@ -217,6 +218,7 @@ class MeshEngine:
 
     def abort(self) -> None:
         """See `Engine.abort`."""
+        self._aborted = True
         self._mesh.shut()
 
 

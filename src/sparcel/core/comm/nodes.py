@@ -6,14 +6,9 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from sparcel.core.comm.calls import digest
 from sparcel.errors import InputError, MismatchError
-
-if TYPE_CHECKING:
-    from sparcel.core.comm.communicator import Communicator
 
 _MPI_RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 """Variables that the launchers of MPICH, PMIx and Open MPI set."""
@@ -33,22 +28,6 @@ _LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "S
 """Variables in which torchrun, Open MPI, MPICH and Slurm give a process its rank on its node."""
 
 _HOST_BITS = 40
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Ranks arranged as nodes × places.
-
-    Attributes
-    ----------
-    node
-        The ranks of this rank's node.
-    across
-        The ranks that have this rank's place on every node.
-    """
-
-    node: Communicator
-    across: Communicator
 
 
 def own_location() -> int:
@@ -74,24 +53,35 @@ def nodes_of(locations: Sequence[int]) -> list[int]:
     return [sorted(set(hosts), key=hosts.index).index(host) for host in hosts]
 
 
-def split_in_grid(comm: Communicator, nodes: Sequence[int]) -> Grid:
-    """Return the communicators of `Communicator.grid`, given the number of each rank's node."""
-    sizes = Counter(nodes)
-    if len(set(sizes.values())) > 1:
+def place_of(rank: int, nodes: Sequence[int]) -> tuple[int, int]:
+    """Return a rank's node and its place there, given the number of each rank's node.
+
+    Raises
+    ------
+    InputError
+        When nodes have different numbers of ranks.
+    """
+    sizes = list(Counter(nodes).values())
+    if len(set(sizes)) > 1:
         raise InputError(
-            f"nodes must have equally many ranks, got {list(sizes.values())}; give another"
-            " ranks_per_node, or start as many processes on each"
+            f"nodes must have equally many ranks, got {sizes}; give another ranks_per_node, or"
+            " start as many processes on each"
         )
-    own = nodes[comm.rank]
-    made = Grid(comm.split(own), comm.split(nodes[: comm.rank].count(own)))
-    expected = sizes[own], len(sizes)
-    if (made.node.size, made.across.size) != expected:
+    return nodes[rank], nodes[:rank].count(nodes[rank])
+
+
+def check_divided(rank: int, nodes: Sequence[int], found: tuple[int, int]) -> None:
+    """Raise `MismatchError` unless others divide into nodes as this rank does.
+
+    ``found`` are how many ranks came together of its node, and of its place on all nodes.
+    """
+    expected = nodes.count(nodes[rank]), len(set(nodes))
+    if found != expected:
         raise MismatchError(
-            f"ranks divide into nodes differently: rank {comm.rank} has {expected[1]} nodes of"
-            f" {expected[0]}, others make its node one of {made.node.size}; give all the same"
+            f"ranks divide into nodes differently: rank {rank} has {expected[1]} nodes of"
+            f" {expected[0]}, others make its node one of {found[0]}; give all the same"
             " ranks_per_node"
         )
-    return made
 
 
 def _local_rank() -> int:

@@ -173,11 +173,6 @@ class ParameterGroup:
         """Free the whole parameters; FSDP's own does not if an exception ended a forward pass."""
         self._inner._to_sharded()
 
-    @property
-    def has_divisor(self) -> bool:
-        """Whether sums over shards are divided by a number of the user's."""
-        return self._inner.gradient_divide_factor is not None
-
     def check(self) -> None:
         """Raise `InputError` unless shards are there, and FSDP leaves replicas alone."""
         replicas = getattr(self._inner.mesh_info, "replicate_mesh_size", 1)
@@ -267,7 +262,7 @@ def groups_of(model: nn.Module) -> list[ParameterGroup]:
         raise InputError("the model has no parameters to train that FSDP shards")
     for group in groups:
         group.check()
-    if any(group.has_divisor for group in groups):
+    if any(group._inner.gradient_divide_factor is not None for group in groups):
         warn_on_rank_0(
             "set_gradient_divide_factor(f) divides the sums over shards, and sparcel averages over"
             " the replicas; for the gradients that HSDP has, give f / replicas"

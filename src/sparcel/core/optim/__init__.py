@@ -1,8 +1,7 @@
 """Optimisers: for updates that are streams, and for large batches, whose layers have own rates."""
 
-from sparcel.core.optim.layerwise import LAMB, LARS
+from sparcel.core.optim.optimizers import LAMB, LARS, SGD
 from sparcel.core.optim.parallel import parallel
-from sparcel.core.optim.sgd import SGD
 from sparcel.core.optim.two_steps import (
     SaysTwoSteps,
     adam_two_steps,

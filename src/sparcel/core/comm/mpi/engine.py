@@ -21,7 +21,6 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
-from typing_extensions import override
 
 from sparcel import _cpu
 from sparcel.core.comm.engine import Arrived, Bounds, Leaving, MeshEngine, whole
@@ -85,7 +84,6 @@ class MpiEngine(MeshEngine):
         assert isinstance(largest, int)
         self._tags = largest + 1
         self._busy = threading.Lock()
-        self._aborted = False
 
     @property
     def waiting(self) -> bool:
@@ -150,11 +148,7 @@ class MpiEngine(MeshEngine):
             if theirs != call:
                 raise self._errors.other_call(peer)
             if bound != at_most:
-                raise MismatchError(
-                    f"rank {self._errors.names[peer]} sent up to {bound} bytes to rank"
-                    f" {self._errors.me}, which expected up to {at_most}; the ranks' sizes,"
-                    " dtypes or counts differ"
-                )
+                raise self._errors.other_length(peer, f"up to {bound}", f"up to {at_most}")
         slots = torch.frombuffer(padded, dtype=torch.uint8)
         return [
             slots[start + _HEADER.size : start + _HEADER.size + length]
@@ -172,11 +166,6 @@ class MpiEngine(MeshEngine):
             self._wait([request], [MPI.Status()], [], sent)
         if sent is not tensor:
             tensor.copy_(sent)
-
-    @override
-    def abort(self) -> None:
-        self._aborted = True
-        super().abort()
 
     def _wait(
         self,

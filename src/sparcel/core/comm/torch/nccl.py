@@ -87,7 +87,6 @@ class NcclEngine(MeshEngine):
         self._works: Sequence[dist.Work] = ()
         self._since = time.monotonic()
         self._past = 0
-        self._aborted = False
 
     @property
     def waiting(self) -> bool:
@@ -167,7 +166,6 @@ class NcclEngine(MeshEngine):
 
     @override
     def abort(self) -> None:
-        self._aborted = True
         super().abort()
         self._group.abort()
 
