@@ -7,13 +7,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import typer
 
 from sparcel.errors import InputError
-
-T = TypeVar("T")
 
 
 def items(text: str) -> tuple[str, ...]:
@@ -74,6 +72,13 @@ def refuse_ignored(context: typer.Context, instead: Mapping[str, Sequence[str]])
                 )
 
 
+def refuse_typed(context: typer.Context, names: Sequence[str], why: str) -> None:
+    """Refuse options that were given and would not be used; ``why`` goes on after the name."""
+    for name in names:
+        if is_typed(context, name):
+            raise InputError(f"{_option(name)} {why}")
+
+
 def is_typed(context: typer.Context, name: str) -> bool:
     """Tell whether an option was given."""
     source = context.get_parameter_source(name)
@@ -84,19 +89,20 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def takes_options(
-    options: type[T],
-) -> Callable[[Callable[[typer.Context, T], None]], Callable[..., None]]:
-    """Make a command of a function that takes its options as a dataclass, a field each."""
+def takes_options(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command of a function that takes options as a dataclass, ``options``, a field each."""
 
-    def decorate(function: Callable[[typer.Context, T], None]) -> Callable[..., None]:
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(function, eval_str=True).parameters.values()
+        given = inspect.signature(options, eval_str=True).parameters.values()
+
         @wraps(function)
-        def command(context: typer.Context, **given: Any) -> None:
-            function(context, options(**given))
+        def command(**values: Any) -> None:
+            taken = options(**{one.name: values.pop(one.name) for one in given})
+            function(**values, options=taken)
 
-        context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        own = inspect.signature(options, eval_str=True).parameters.values()
-        command.__signature__ = inspect.Signature([context, *own])  # type: ignore[attr-defined]
+        kept = [one for one in own if one.name != "options"]
+        command.__signature__ = inspect.Signature([*kept, *given])  # type: ignore[attr-defined]
         return command
 
     return decorate

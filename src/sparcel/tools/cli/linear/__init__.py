@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import Field, fields, replace
-from functools import wraps
+from collections.abc import Iterator
+from dataclasses import Field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -15,7 +13,7 @@ import typer
 from sparcel.core._files import replacing
 from sparcel.errors import InputError, checked_name
 from sparcel.products.linear.parameters import LOSSES, OF_ONE_SOLVER, Parameters, Rule, descriptions
-from sparcel.tools.cli.options import check_apart, check_output, is_typed
+from sparcel.tools.cli.options import check_apart, check_output, refuse_typed, takes_options
 
 if TYPE_CHECKING:
     from sparcel.products.rows import Rows, Source
@@ -65,40 +63,6 @@ _NAMES = {"random_state": "--seed", "average": "--average", "asynchronous": "--a
 """Options that are not called as the parameter is, or have no second name that says no."""
 
 
-def with_parameters(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command an option for each of `Parameters`; it gets these in ``parameters``."""
-    own = inspect.signature(command, eval_str=True).parameters
-    kept = [one for name, one in own.items() if name != "parameters"]
-    texts, hints = descriptions(), get_type_hints(Parameters)
-    options = [
-        inspect.Parameter(
-            one.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=one.default,
-            annotation=_annotation(one, hints[one.name], texts[one.name]),
-        )
-        for one in fields(Parameters)
-    ]
-
-    @wraps(command)
-    def run(**given: Any) -> None:
-        solver = checked_name(given["solver"], OF_ONE_SOLVER, "--solver")
-        other = next(name for name in OF_ONE_SOLVER if name != solver)
-        refuse_typed(
-            given["context"],
-            OF_ONE_SOLVER[other],
-            f"is a setting of --solver {other}, and the solver is {solver}; leave it out, or give"
-            f" --solver {other}",
-        )
-        parameters = {one.name: given.pop(one.name) for one in options}
-        command(**given, parameters=parameters)
-
-    signature = inspect.Signature([*kept, *options])
-    run.__signature__ = signature  # type: ignore[attr-defined]
-    run.__annotations__ = {one.name: one.annotation for one in signature.parameters.values()}
-    return run
-
-
 def _annotation(one: Field[Any], hint: Any, text: str) -> Any:
     """Return the type and the option of a parameter, as Typer reads them."""
     names = [_NAMES[one.name]] if one.name in _NAMES else []
@@ -114,15 +78,20 @@ def _number_or_none(text: str | float) -> float | None:
     return None if str(text).lower() == "none" else float(text)
 
 
-def refuse_typed(context: typer.Context, names: Sequence[str], why: str) -> None:
-    """Refuse options that were given and would not be used; ``why`` goes on after the name."""
-    for name in names:
-        if is_typed(context, name):
-            raise InputError(f"--{name.replace('_', '-')} {why}")
+_TEXTS, _HINTS = descriptions(), get_type_hints(Parameters)
+_Options = make_dataclass(
+    "_Options",
+    [
+        (one.name, _annotation(one, _HINTS[one.name], _TEXTS[one.name]), one.default)
+        for one in fields(Parameters)
+    ],
+    kw_only=True,
+)
+"""`Parameters` as options."""
 
 
 @linear.command()
-@with_parameters
+@takes_options(_Options)
 def fit(
     context: typer.Context,
     data: Data,
@@ -170,7 +139,7 @@ def fit(
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="Picture of the loss against time.")] = None,
     *,
-    parameters: Mapping[str, Any],
+    options: Any,
 ) -> None:
     """Fit a model to labelled rows.
 
@@ -181,6 +150,14 @@ def fit(
     from sparcel.products.linear.fit import Fit
     from sparcel.products.linear.trainer import Settings
 
+    solver = checked_name(options.solver, OF_ONE_SOLVER, "--solver")
+    other = next(name for name in OF_ONE_SOLVER if name != solver)
+    refuse_typed(
+        context,
+        OF_ONE_SOLVER[other],
+        f"is a setting of --solver {other}, and the solver is {solver}; leave it out, or give"
+        f" --solver {other}",
+    )
     outputs = {"--out": out, "--cache": cache, "--checkpoint": checkpoint, "--plot": plot}
     for file in outputs.values():
         check_output(file)
@@ -189,7 +166,7 @@ def fit(
         raise InputError(f"--plot must end in .pdf, .png or .svg, got {plot}")
     if resume and checkpoint is None:
         raise InputError("--resume needs --checkpoint FILE, the state to go on from")
-    settings = Settings(loss=loss, **parameters)
+    settings = Settings(loss=loss, **vars(options))
     found = layout_of(data, layout)
     is_svmlight = found == "svmlight"
     others = "text, such as .tsv or .jsonl" if is_svmlight else "svmlight"
