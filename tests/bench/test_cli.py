@@ -18,9 +18,9 @@ from sparcel.core.cost import SUMS, Problem, predict, stated_rates
 from sparcel.core.cost.steps import engine_sum
 from sparcel.core.formats import RAW
 from sparcel.errors import InputError
+from sparcel.tools.bench import _source
 from sparcel.tools.bench.timing import PHASES
 from sparcel.tools.cli import app
-from sparcel.tools.cli.bench import _rates_source
 
 _SIZE, _DENSITY, _K = 4096, 0.01, 41
 _RATES = stated_rates(bandwidth=1e9, latency_s=1e-4, ranks=2)
@@ -177,7 +177,7 @@ def test_wrong_options_are_refused_before_anything_starts(options: list[str], me
 def test_rates_can_be_given_for_one_engine(tmp_path: Path) -> None:
     file = tmp_path / "a=b.json"
     file.touch()
-    assert _rates_source(str(file)) == ("", str(file))
-    assert _rates_source(f"mpi={file}") == ("mpi", str(file))
-    assert _rates_source("gloo=now") == ("gloo", "now")
-    assert _rates_source("now") == ("", "now")
+    assert _source(str(file)) == ("", str(file))
+    assert _source(f"mpi={file}") == ("mpi", str(file))
+    assert _source("gloo=now") == ("gloo", "now")
+    assert _source("now") == ("", "now")

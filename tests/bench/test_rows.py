@@ -5,8 +5,9 @@ import pytest
 from sparcel import simulate
 from sparcel.core.comm import launched
 from sparcel.errors import InputError
+from sparcel.tools.bench import BenchSettings
 from sparcel.tools.bench.contenders import connected, names
-from sparcel.tools.bench.results import BenchSettings, Cell, summarized, verdict
+from sparcel.tools.bench.results import Cell, summarized, verdict
 from sparcel.tools.bench.run import network
 
 
@@ -45,7 +46,7 @@ def test_the_launcher_or_the_communicator_tells_the_nodes(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    settings = BenchSettings((1000,), (0.01,), ("uniform",))
+    settings = BenchSettings()
     for found in simulate(6, lambda comm: network(settings, comm), ranks_per_node=2).results:
         assert (found["nodes"], found["ranks_per_node"]) == (nodes, each)
 

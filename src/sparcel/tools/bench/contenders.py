@@ -23,8 +23,6 @@ from sparcel.core.wire import Wire
 from sparcel.errors import InputError, checked_name, optional
 from sparcel.tools.bench.inputs import Case, Sum, count_wrong, sum_of, tree_largest
 
-ENGINES = ("gloo", "mpi")
-
 
 @dataclass(frozen=True)
 class BenchEngine:

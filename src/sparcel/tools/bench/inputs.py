@@ -18,8 +18,6 @@ from sparcel.core.selectors import draws, topk
 from sparcel.core.stream import SparseStream
 from sparcel.errors import InputError
 
-DISTRIBUTIONS = ("uniform", "clustered", "identical", "file")
-
 CLUSTERS = 16
 SPREAD = 4
 """Clustered indices lie in `CLUSTERS` windows, the same on all ranks, that hold `SPREAD`·k

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from torch import Tensor
 from sparcel.core.comm import Communicator, launched
 from sparcel.core.cost import Rates, read_rates
 from sparcel.core.formats import format_named
+from sparcel.tools.bench import NOW, BenchSettings
 from sparcel.tools.bench.contenders import DENSE, BenchEngine, connected, contender, names
 from sparcel.tools.bench.inputs import Case, load_gradients
 from sparcel.tools.bench.results import (
-    BenchSettings,
     Cell,
     Results,
     Show,
@@ -32,7 +32,6 @@ from sparcel.tools.bench.results import (
     verdict,
 )
 from sparcel.tools.bench.timing import (
-    NOW,
     Measured,
     merged,
     predicted,
@@ -55,10 +54,10 @@ def read_files(settings: BenchSettings) -> Tensor | None:
     InputError
         When a file can't be read, or holds something else.
     """
-    for source in settings.rates.values():
+    for source in settings.sources.values():
         if source != NOW:
             read_rates(source)
-    return None if settings.gradients is None else load_gradients(Path(settings.gradients))
+    return None if settings.gradients is None else load_gradients(settings.gradients.resolve())
 
 
 def run(settings: BenchSettings, console: Console) -> Results:
@@ -69,13 +68,14 @@ def run(settings: BenchSettings, console: Console) -> Results:
     InputError
         When an engine or an algorithm does not exist, or a file holds no gradients.
     """
-    with connected(settings.engines or launched()) as engines:
+    with connected(settings.on or launched()) as engines:
         comm = engines[0].comm
         # As a job, so that the other ranks learn of the cause if only one can't read a file.
         gradients = comm.run(lambda: read_files(settings))
         _share_cores(comm.size)
-        results = Results(settings.command, network(settings, comm), comm.size)
-        rates = set_rates(engines, settings.rates)
+        command = shlex.join(["sparcel", *sys.argv[1:]])
+        results = Results(command, network(settings, comm), comm.size)
+        rates = set_rates(engines, settings.sources)
         results.rates = {name: json.loads(one.to_json()) for name, one in rates.items()}
         rows = names(settings.algorithms, settings.whole_step, results.network["ranks_per_node"])
         cases = list(_cases(settings, gradients, comm.size, rows))
@@ -93,14 +93,14 @@ def run(settings: BenchSettings, console: Console) -> Results:
                 if line:
                     console.print(line, soft_wrap=True)
             if settings.json is not None:
-                results.save(Path(settings.json))
-                console.print(f"Results: {settings.json}", soft_wrap=True)
+                results.save(settings.json)
+                console.print(f"Results: {settings.json.resolve()}", soft_wrap=True)
         return results
 
 
 def network(settings: BenchSettings, comm: Communicator) -> dict[str, Any]:
     """Describe the network, by the lab or by launcher and settings; all ranks call."""
-    rate = settings.rate_bits_per_s or _number("SPARCEL_LAB_RATE_BITS_PER_S")
+    rate = settings.bits_per_s or _number("SPARCEL_LAB_RATE_BITS_PER_S")
     each = _number("SPARCEL_LAB_RANKS_PER_NODE") or _number("LOCAL_WORLD_SIZE")
     each = each or comm.run(comm.ranks_per_node)
     nodes = _number("SPARCEL_LAB_NODES") or -(-comm.size // each)
@@ -133,9 +133,9 @@ def _cases(
     settings: BenchSettings, gradients: Tensor | None, ranks: int, rows: list[str]
 ) -> Iterator[tuple[Case, list[str]]]:
     """Yield each case and the rows to measure: of dense sums those of the first of each size."""
-    for size in settings.sizes if gradients is None else (gradients.shape[1],):
+    for size in settings.coordinates if gradients is None else (gradients.shape[1],):
         names = rows
-        for distribution, density in product(settings.distributions, settings.densities):
+        for distribution, density in settings.kinds:
             given = gradients if distribution == "file" else None
             yield Case(size, density, distribution, ranks, given), names
             names = [name for name in rows if name not in DENSE]

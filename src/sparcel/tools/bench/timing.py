@@ -28,6 +28,7 @@ from sparcel.core.formats import RAW, Format
 from sparcel.core.ops import MAX, SUM, Op
 from sparcel.core.profiling import timed_by
 from sparcel.errors import checked_name
+from sparcel.tools.bench import NOW
 from sparcel.tools.bench.contenders import DENSE, STEP, BenchEngine, Contender
 from sparcel.tools.bench.inputs import Case
 
@@ -179,10 +180,6 @@ def _prepare(contender: Contender, comm: Communicator) -> None:
 def _reduced(tensor: Tensor, comm: Communicator, op: Op) -> Tensor:
     comm.all_reduce(tensor, op)
     return tensor
-
-
-NOW = "now"
-"""Stands for a file of rates: measure them first."""
 
 
 def set_rates(engines: Sequence[BenchEngine], sources: Mapping[str, str]) -> dict[str, Rates]:

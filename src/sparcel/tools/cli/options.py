@@ -14,11 +14,6 @@ import typer
 from sparcel.errors import InputError
 
 
-def items(text: str) -> tuple[str, ...]:
-    """Return the items of a list separated by commas."""
-    return tuple(item.strip() for item in text.split(",") if item.strip())
-
-
 def check_output(file: Path | None) -> None:
     """Check that an output file, if one is given, can be written, before anything else is done.
 
