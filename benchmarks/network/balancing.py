@@ -24,8 +24,8 @@ from benchmarks.record import machine, options, show, write
 from benchmarks.training.models import Words
 from sparcel import SparseStream
 from sparcel.core import patterns
+from sparcel.core.collectives.all_reduce import reduce_regions
 from sparcel.core.collectives.oktopk import gather_winners
-from sparcel.core.collectives.reduce_scatter import reduce_regions
 from sparcel.core.collectives.winners import average_boundaries, balanced_boundaries, global_topk
 from sparcel.core.comm import Communicator
 from sparcel.core.wire import Wire

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel import SparseStream, simulate
-from sparcel.core.collectives.reduce_scatter import split_allgather
+from sparcel.core.collectives.all_reduce import split_allgather
 from sparcel.core.comm import Communicator
 from sparcel.core.stream import dense_from
 from sparcel.core.wire import Wire

@@ -6,8 +6,8 @@ import torch
 from sparcel import SparseStream, simulate
 from sparcel.core.auto import all_reduce
 from sparcel.core.collectives import ALGORITHMS, all_gather, broadcast, gathered_topk, gtopk
+from sparcel.core.collectives.all_reduce import reduce_scatter
 from sparcel.core.collectives.oktopk import topk_by_regions
-from sparcel.core.collectives.reduce_scatter import reduce_scatter
 from sparcel.core.wire import Wire
 from sparcel.errors import CommunicationError, MismatchError
 from tests.strategies import SUM, case_of, dense_reference, full, make_stream

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import sparcel
 from sparcel import simulate
-from sparcel.core.collectives.reduce_scatter import sum_regions
+from sparcel.core.collectives.all_reduce import sum_regions
 from sparcel.core.schemes import (
     Dense,
     GTopK,
@@ -28,7 +28,7 @@ from tests.schemes.steps import INTEGERS, copy_of, few_examples, integers, memor
 from tests.strategies import same_bits
 
 # The package has the function of this name.
-reduce_scatter_module = sys.modules["sparcel.core.collectives.reduce_scatter"]
+all_reduce_module = sys.modules["sparcel.core.collectives.all_reduce"]
 
 INNER = {
     "topk": lambda: TopK(0.1, algorithm="allgather"),
@@ -162,7 +162,7 @@ def test_half_precision_is_added_wide_and_rounded_once():
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_slices_of_regions_make_the_whole_sum(ranks, monkeypatch):
     """Regions of unequal sizes have equally many slices, of which the last may be empty."""
-    monkeypatch.setattr(reduce_scatter_module, "SLICE", 3)
+    monkeypatch.setattr(all_reduce_module, "SLICE", 3)
     for size in (1, ranks, 6 * ranks, 6 * ranks + 1, 7 * ranks - 1):
         total = sum(normal(rank, 0, size) for rank in range(ranks))
 

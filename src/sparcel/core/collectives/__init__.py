@@ -10,12 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from sparcel.core.collectives.all_reduce import all_gather, allgather, dense, ring
+from sparcel.core.collectives.all_reduce import (
+    all_gather,
+    allgather,
+    dense,
+    reduce_scatter,
+    ring,
+    split_allgather,
+)
 from sparcel.core.collectives.broadcast import broadcast
 from sparcel.core.collectives.doubling import halving_doubling, recursive_doubling
 from sparcel.core.collectives.gtopk import GlobalTopk, gathered_topk, gtopk
 from sparcel.core.collectives.oktopk import Estimates, check_selectable, oktopk, oktopk_reuse
-from sparcel.core.collectives.reduce_scatter import reduce_scatter, split_allgather
 from sparcel.core.ops import SUM, Op
 from sparcel.core.stream import SparseStream
 from sparcel.core.wire import Wire

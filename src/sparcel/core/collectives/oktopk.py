@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 
 from sparcel.core import device, kernels, patterns
+from sparcel.core.collectives.all_reduce import reduce_regions
 from sparcel.core.collectives.counts import counters_for, counting_bytes, gather_integers
 from sparcel.core.collectives.gtopk import GlobalTopk, gathered_topk
-from sparcel.core.collectives.reduce_scatter import reduce_regions
 from sparcel.core.collectives.winners import (
     average_boundaries,
     balanced_boundaries,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from math import ceil
 
-from sparcel.core.collectives.reduce_scatter import SLICE
+from sparcel.core.collectives.all_reduce import SLICE
 from sparcel.core.cost.formulas import (
     Terms,
     agreement,

@@ -11,9 +11,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from sparcel.core._checks import checked_number, checked_whole
+from sparcel.core.collectives.all_reduce import split_allgather
 from sparcel.core.collectives.broadcast import broadcast
 from sparcel.core.collectives.doubling import halving_doubling
-from sparcel.core.collectives.reduce_scatter import split_allgather
 from sparcel.core.comm import Communicator
 from sparcel.core.formats import Expected, FewBits, Format
 from sparcel.core.schemes.base import Scheme

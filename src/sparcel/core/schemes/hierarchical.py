@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from sparcel.core import patterns
 from sparcel.core._checks import checked_whole
-from sparcel.core.collectives.reduce_scatter import reduce_scatter, sum_regions
+from sparcel.core.collectives.all_reduce import reduce_scatter, sum_regions
 from sparcel.core.comm import Communicator
 from sparcel.core.formats import Expected
 from sparcel.core.memory import emptied, wide_dtype

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparcel.core import auto, kernels
-from sparcel.core.collectives.reduce_scatter import split_allgather
+from sparcel.core.collectives.all_reduce import split_allgather
 from sparcel.core.comm import Call, Communicator
 from sparcel.core.formats import FewBits, Format
 from sparcel.core.kernels import index_dtype
