@@ -60,16 +60,13 @@ def measured() -> Iterator[str]:
 
 
 def launches() -> str:
-    """Return the sentence's part on what a step by way of the host launches, before and now."""
-    before, now = (
-        {
-            row["method"]: row["step"]["triton"] + row["step"]["torch"]
-            for row in recorded("gpu_counts")["rows"]
-            if row["carrier"] == "host" and (row["commit"] == BEFORE) == old
-        }
-        for old in (True, False)
-    )
-    return ", ".join(f"{name} {before[name]:,} → {now[name]:,}" for name in now)
+    """Return the sentence's part on what a step by way of the host launches."""
+    now = {
+        row["method"]: row["step"]["triton"] + row["step"]["torch"]
+        for row in recorded("gpu_counts")["rows"]
+        if row["carrier"] == "host" and row["commit"] != BEFORE
+    }
+    return ", ".join(f"{name} {number:,}" for name, number in now.items())
 
 
 class Choice(NamedTuple):

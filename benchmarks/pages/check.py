@@ -149,8 +149,7 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "docs/how-to/data.md": lambda: cache.cache_table(rows_of("data_cache")),
     "docs/how-to/fsdp.md": fsdp_table,
     "docs/how-to/gpu.md": gpu.all_tables,
-    "docs/how-to/optimizers.md": norms.all_tables,
-    "docs/records/commlib.md": commlib_report.tables,
+    "docs/records/commlib.md": lambda: [*commlib_report.tables(), *norms.all_tables()],
     "docs/records/linear.md": linear.all_tables,
     "docs/records/papers.md": paper_tables,
     "docs/records/training.md": training_tables,
@@ -238,8 +237,8 @@ SENTENCES: dict[str, tuple[Callable[[], Iterable[str]], ...]] = {
     "docs/how-to/choose.md": (processor,),
     "docs/how-to/data.md": (lambda: [parts.parts_sentence(rows_of("data_parts"))],),
     "docs/how-to/gpu.md": (on_cards,),
-    "docs/how-to/optimizers.md": (norms_of,),
     "docs/how-to/schedule.md": (flushing,),
+    "docs/records/commlib.md": (norms_of,),
     "docs/records/papers.md": (lambda: [scale.rounds_of_oktopk()],),
 }
 """The sentences that a page should have, broken into lines anyhow."""

@@ -219,7 +219,7 @@ RECORDS = {"simulated": "", "2_cores": "one machine", "lab": "lab, 1 Gbit/s"}
 
 
 def all_tables() -> Iterator[str]:
-    """Yield the lines of docs/how-to/optimizers.md's table: a row for each network."""
+    """Yield the lines of docs/records/commlib.md's table: a row for each network."""
     cells: dict[tuple[str, str], list[str]] = {}
     for name, network in RECORDS.items():
         for one in rows_of(f"norms_{name}"):
