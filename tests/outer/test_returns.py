@@ -23,9 +23,8 @@ from sparcel.products.delta import Folder
 from sparcel.products.meeting import Meeting, Server
 from sparcel.products.outer import Method, Outer, attach
 from sparcel.products.outer.history import Create, Now, Read, Wait, beat_seconds
-from sparcel.products.outer.islands import pause_after
 from sparcel.products.outer.model import Model
-from sparcel.products.outer.places import ASKED_SECONDS
+from sparcel.products.outer.places import ASKED_SECONDS, pause_after
 from sparcel.products.outer.protocol import Protocol
 from sparcel.products.outer.shared import Shared
 from tests.outer.at_once import all_at_once, looking_often, raised
@@ -250,7 +249,7 @@ def test_exchanges_that_never_end_are_told(tmp_path: Path, monkeypatch: pytest.M
     def late() -> None:
         raise CommunicationError("waited 0.1 s")
 
-    monkeypatch.setattr(island.outer, "_agree", late)
+    monkeypatch.setattr(island.outer._exchange, "_agree", late)
     with pytest.raises(CommunicationError, match=r"islands \[1\] .* a larger patience=") as told:
         island.step()
     assert "waited 0.1 s" in str(told.value.__context__)
@@ -265,7 +264,7 @@ def test_an_island_that_is_interrupted_gives_no_sign_of_life(
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(island.outer, "_agree", interrupted)
+    monkeypatch.setattr(island.outer._exchange, "_agree", interrupted)
     with pytest.raises(KeyboardInterrupt):
         island.step()
     assert becomes_silent(tmp_path)

@@ -18,7 +18,6 @@ from sparcel.products.outer.history import (
     BLOCK,
     COMMIT,
     Action,
-    Came,
     Create,
     History,
     Quorum,
@@ -27,6 +26,7 @@ from sparcel.products.outer.history import (
     Watches,
     beat_seconds,
 )
+from sparcel.products.outer.presence import Came
 from sparcel.products.outer.protocol import Protocol
 from tests.outer import world as worlds
 from tests.outer.world import PATIENCE, BrokenPromiseError, Island, World, live

@@ -19,7 +19,8 @@ from sparcel.core.schemes import Scheme
 from sparcel.core.training import Averager
 from sparcel.core.training.driver import check_updates, checked_optimizers, warn_if_alone
 from sparcel.errors import InputError, MismatchError, checked_name, warn
-from sparcel.products.outer.driver import Outer, Poison
+from sparcel.products.outer.driver import Outer
+from sparcel.products.outer.exchange import Poison
 from sparcel.products.outer.island import FollowingRank, Ranks
 from sparcel.products.outer.islands import Elastic, Fixed
 from sparcel.products.outer.method import Method, Pace, chosen_method

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from sparcel.core.comm import Job, SimulatedCommunicator
 from sparcel.core.training import Averager, Stats
-from sparcel.errors import CommunicationError, MismatchError, few, warn
+from sparcel.errors import few, warn
+from sparcel.products.outer.exchange import Exchange, Islands, Outcome, Poison
 from sparcel.products.outer.island import Ranks
-from sparcel.products.outer.islands import Elastic, Fixed, Islands
-from sparcel.products.outer.method import Method, Pace, Weights
+from sparcel.products.outer.islands import Elastic, Fixed
+from sparcel.products.outer.method import Method, Pace
 from sparcel.products.outer.shared import Shared, checked, copied, of_rank
-from sparcel.products.outer.vectors import Moments, Vector
-
-Poison = Literal["leave out", "void"]
-"""What becomes of an outer step if an island's pseudo-gradient holds NaN or Inf."""
-
-Outcome = Literal["done", "void", "again", "late"]
-"""How an attempt at an outer step has ended."""
 
 _AVERAGER = "averager."
 """What the names of an averager's entries begin with in a state."""
@@ -40,8 +33,6 @@ class Outer:
 
     Attributes
     ----------
-    steps
-        How many outer steps have been done, by all islands together; each is of one fragment.
     optimizer
         The outer optimiser, whose learning rate may be changed alike on all islands.
     """
@@ -57,27 +48,21 @@ class Outer:
         ranks: Ranks,
     ) -> None:
         self._shared, self._averager, self._islands = shared, averager, islands
-        self._method, self._pace, self._poison, self._ranks = method, pace, poison, ranks
-        self.steps, self.optimizer = 0, shared.optimizer
+        self._pace, self._ranks, self._overlap = pace, ranks, method.overlap
+        self._exchange = Exchange(shared, averager, islands, method, poison, ranks)
+        self.optimizer = shared.optimizer
         self._clock = self._ends = 0
         """How many inner steps have been done, by which outer steps are due, and after how many the
         island goes on with what is under way."""
         self._visiting = False
-        self._connected = islands.comm
-        self._void = 0
-        """How many attempts nothing was exchanged in, because of NaN or Inf."""
         self._under_way: Job[Outcome] | None = None
-        self._finite, self._was_told = True, False
-        self._spoilt: list[str] = []
-        """What holds NaN or Inf of what this rank has moved."""
         self._changed = self._anew = False
         """Whether this island goes on from what is shared since the last `lead`, and whether it
         does because of NaN or Inf."""
-        self._moments, self._averaged = Moments(), list[str]()
-        """Second moments, and the parameters whose have become averages since the last `lead`."""
+        self._averaged = list[str]()
+        """The parameters whose second moments have become averages since the last `lead`."""
         self._undone = False
         """Whether the model was loaded from a checkpoint of before this island took over."""
-        self._weights, self._weight = Weights(len(shared.fragments)), 0.0
         self._worker = ThreadPoolExecutor(1, "sparcel-outer")
         self._undo = ExitStack()
         for end in (averager.handle.close, ranks.close, islands.close, self._worker.shutdown):
@@ -86,6 +71,11 @@ class Outer:
             self._received()
             self._put()
         self._tell()
+
+    @property
+    def steps(self) -> int:
+        """How many outer steps have been done, by all islands together; each is of one fragment."""
+        return self._exchange.steps
 
     @property
     def shared(self) -> dict[str, Tensor]:
@@ -109,12 +99,12 @@ class Outer:
         one. If no island tells, or not all do, all count alike. If an island has several ranks, all
         of them tell what they learn from together.
         """
-        self._weights.count(amount)
+        self._exchange.weights.count(amount)
 
     def stats(self) -> Stats:
         """Return what the outer steps have cost so far; the counts are this rank's."""
         stats = self._averager.handle.stats()
-        return replace(stats, void_steps=stats.void_steps + self._void)
+        return replace(stats, void_steps=stats.void_steps + self._exchange.void)
 
     def start(self, module: nn.Module) -> None:
         """Count inner steps from now on; see to it that nobody loads another model behind them."""
@@ -159,19 +149,17 @@ class Outer:
         under_way, self._under_way = self._under_way, None
         outcome = under_way.wait()
         while outcome == "again":
-            self._move()
-            outcome = self._attempt()
+            self._exchange.move(self._clock)
+            outcome = self._exchange.attempt()
         if outcome == "late":
             self._catch_up()
             return
         self._changed = True
-        if not self._finite:
+        if not self._exchange.finite:
             self._begin_anew()
         elif outcome == "done":
-            self._shared.put(self._fragment, self._method.keep)
-            self._shared.model.keep()
-            self._averaged = self._moments.put()
-        self.steps += 1
+            self._averaged = self._exchange.put()
+        self._exchange.steps += 1
         self._pace.begin()
         self._islands.committed(self._clock)
 
@@ -210,7 +198,7 @@ class Outer:
             "steps": self.steps,
             "ends": self._ends,
             "outcome": _OUTCOMES.index(outcome),
-            "finite": int(self._finite),
+            "finite": int(self._exchange.finite),
             **self._islands.numbers(),
         }
 
@@ -219,7 +207,7 @@ class Outer:
         return {
             **{name: torch.tensor(number) for name, number in self._numbers(outcome).items()},
             "rate": torch.tensor(self._shared.rate, dtype=torch.float64),
-            "counted": self._weights.state,
+            "counted": self._exchange.weights.state,
             "averaged": torch.tensor(self._shared.buffers.averaged),
             **dict(self._shared.named()),
         }
@@ -258,28 +246,18 @@ class Outer:
         self._undone = False
         for name, tensor in self._shared.named():
             tensor.copy_(found[name])
-        self._shared.rate, self._weights.state = float(found["rate"]), found["counted"]
+        self._shared.rate, self._exchange.weights.state = float(found["rate"]), found["counted"]
         self._shared.buffers.averaged = found["averaged"].tolist()
         self._pace.begin()
-        self._clock, self.steps = numbers["clock"], numbers["steps"]
+        self._clock, self._exchange.steps = numbers["clock"], numbers["steps"]
         outcome, self._ends = _OUTCOMES[numbers["outcome"]], numbers["ends"]
         self._under_way = None if outcome is None else _ended(outcome)
-        self._finite = bool(numbers["finite"])
+        self._exchange.finite = bool(numbers["finite"])
         self._tell()
 
     def close(self) -> None:
         """Exchange nothing more; the model stays as it is."""
         self._undo.close()
-
-    @property
-    def _fragment(self) -> list[Vector]:
-        """What the next outer step is of."""
-        return self._shared.fragments[self._turn]
-
-    @property
-    def _turn(self) -> int:
-        """The number of the fragment that the next outer step is of."""
-        return self.steps % len(self._shared.fragments)
 
     def _is_due(self) -> bool:
         """Tell whether an outer step is due, also because others wait for one who has just come."""
@@ -289,138 +267,17 @@ class Outer:
         return is_due or (self._visiting and self._islands.is_awaited())
 
     def _begin(self) -> None:
-        self._move()
+        self._exchange.move(self._clock)
         self._visiting = False
-        overlap = self._method.overlap
-        if overlap and not isinstance(self._averager.comm, SimulatedCommunicator):
-            attempt = Job(self._attempt)
+        if self._overlap and not isinstance(self._averager.comm, SimulatedCommunicator):
+            attempt = Job(self._exchange.attempt)
             self._worker.submit(attempt.run)
             self._under_way = attempt
         else:  # a simulated rank has one thread
-            self._under_way = _ended(self._attempt())
-        self._ends = self._clock + overlap
-        if not overlap:
+            self._under_way = _ended(self._exchange.attempt())
+        self._ends = self._clock + self._overlap
+        if not self._overlap:
             self._go_on()
-
-    def _move(self) -> None:
-        """Find out what this island has moved of the fragment."""
-        model, buffers = self._shared.model, self._shared.buffers
-        model.look()
-        self._weight = self._weights.move(self._turn)
-        self._spoilt = [name for one in self._fragment for name in one.move(model.parameters)]
-        self._finite = self._ranks.all(not self._spoilt)
-        every, done = self._method.moments, self.steps // len(self._shared.fragments)
-        if every and done % every == 0:
-            self._moments.move(self._fragment, model.moments(), every * self._clock / (done + 1))
-        else:
-            self._moments.move((), {})
-        averages = self._finite and self._turn == 0
-        if spoilt := buffers.move(model.buffers if averages else {}):
-            warn(
-                f"the buffers {few(spoilt)} hold NaN or Inf: this island's do not count in their"
-                " average, which it takes over"
-            )
-
-    @torch.no_grad()
-    def _attempt(self) -> Outcome:
-        """Exchange the fragment, and update what is shared of it."""
-        islands, fragment = self._islands, self._fragment
-        finite = arrived = decides = False
-
-        def decide(ended_finite: bool) -> bool:
-            nonlocal finite, arrived, decides
-            decides = True
-            arrived, finite = islands.decide(True, ended_finite)
-            return arrived and finite
-
-        if not islands.meet():
-            return "late"
-        try:
-            self._exchange(fragment, decide)
-        except CommunicationError:
-            if isinstance(islands, Fixed) or decides:
-                raise
-            islands.decide(False, False)
-        if not arrived:
-            return "again"
-        if not finite:
-            return "void"
-        self._shared.step(fragment)
-        self._weights.step(self._turn)
-        if self._method.decay != 1:
-            self._decay(fragment, self._method.decay)
-        return "done"
-
-    def _exchange(self, fragment: Sequence[Vector], decide: Callable[[bool], bool]) -> None:
-        """Average a fragment, and what goes with it, as far as islands decide that it counts."""
-        averager, comm = self._averager, self._islands.comm
-        if comm is not self._connected:
-            averager.connect(comm, self.steps)
-            self._connected = comm
-        counting, own, moments = self._agree()
-        if not counting or (counting < comm.size and self._poison == "void"):
-            decide(False)
-            self._void += 1
-            return
-        share = own * comm.size / counting  # memory counts once
-        for vector in fragment:
-            _scale(vector.moved, own if self._method.by_senders else share)
-            averager.queue(vector.moved, vector.places)
-        self._shared.buffers.queue(averager, share)
-        self._moments.queue(averager, share, moments)
-        averager.finish(decide)
-
-    def _decay(self, fragment: Sequence[Vector], factor: float) -> None:
-        """Multiply what this rank keeps back of a fragment."""
-        self._averager.decay([name for one in fragment for name in one.places], factor)
-
-    def _agree(self) -> tuple[int, float, list[bool]]:
-        """Learn what all islands bring, if they share the same parameters.
-
-        Return how many of them count, by how much this one is multiplied in their average, and
-        which second moments all bring. The learning rate becomes that of the island which has taken
-        part for longest.
-        """
-        comm, buffers = self._averager.comm, self._shared.buffers
-        vectors = [*self._fragment, *(buffers.vectors if self._turn == 0 else ())]
-        numbers = torch.tensor([self._shared.rate, self._weight], dtype=torch.float64)
-        own = [*buffers.flags, *self._moments.flags]
-        told = torch.tensor([self._digest(vectors), self._finite, *own])
-        told = torch.cat([numbers.view(torch.int64), told])
-        blocks = comm.run(
-            lambda: comm.gather_blocks(told.view(torch.uint8), [told.nbytes] * comm.size)
-        )
-        all_told = blocks.view(torch.int64).view(comm.size, -1)
-        rates, weights = all_told[:, :2].contiguous().view(torch.float64).t().tolist()
-        digests, finite, *flags = all_told[:, 2:].t().tolist()
-        others = [rank for rank, one in enumerate(digests) if one != digests[comm.rank]]
-        if others:
-            raise MismatchError(
-                f"ranks {others} share other parameters than rank {comm.rank} after"
-                f" {self.steps} outer steps; start them from one checkpoint, or with one seed, and"
-                " see that their processors round alike"
-            )
-        rate = rates[self._islands.senior]
-        if rate != self._shared.rate:
-            if not self._was_told:
-                warn(
-                    f"this island's outer learning rate is {self._shared.rate:g}; it goes on with"
-                    f" {rate:g}, the rate of the island that has taken part for longest"
-                )
-            self._was_told, self._shared.rate = True, rate
-        counting = [weight for weight, counts in zip(weights, finite, strict=True) if counts]
-        share = self._weights.share(counting, self._weight) if self._finite else 0.0
-        buffers.averaged = [any(flag) for flag in flags[: len(buffers.flags)]]
-        moments = [
-            all(brings or not counts for brings, counts in zip(flag, finite, strict=True))
-            for flag in flags[len(buffers.flags) :]
-        ]
-        return len(counting), share, moments
-
-    def _digest(self, vectors: Sequence[Vector]) -> int:
-        """Return what sums up shared values on all ranks of this island."""
-        parts = self._ranks.gather(self._shared.digest(vectors))
-        return sum(part * (2 * rank + 1) for rank, part in enumerate(parts)) % (1 << 62)
 
     def _catch_up(self) -> None:
         """Take over what the others hold, and keep what this island has moved if it may be kept."""
@@ -431,24 +288,23 @@ class Outer:
             return
         self._received()
         if not kept:
-            for fragment in self._shared.fragments:
-                self._decay(fragment, 0.0)
+            self._exchange.forget()
             self._put()
             warn(
                 "this island goes on from what the others share, without what it had moved before:"
                 " it did not begin with that, or another has loaded the same checkpoint"
             )
-        elif not self._finite:
+        elif not self._exchange.finite:
             self._begin_anew()
         else:
             shift()
 
     def _begin_anew(self) -> None:
         """Go on from what is shared, without what NaN or Inf have spoilt."""
-        if self._spoilt:
+        if spoilt := self._exchange.spoilt:
             warn(
-                f"{few(self._spoilt)} held NaN or Inf: this island goes on from what the islands"
-                " share, and what it had moved since is lost"
+                f"{few(spoilt)} held NaN or Inf: this island goes on from what the islands share,"
+                " and what it had moved since is lost"
             )
         self._put()
         self._shared.model.restore()
@@ -458,14 +314,14 @@ class Outer:
     def _put(self) -> None:
         """Go on with what is shared."""
         self._shared.put()
-        self._weights.forget()
+        self._exchange.weights.forget()
         self._changed, self._undone = True, False
 
     def _received(self) -> None:
         """Begin with what an island of the run has sent."""
         self._shared.received()
         assert isinstance(self._islands, Elastic)
-        self.steps = self._islands.steps
+        self._exchange.steps = self._islands.steps
         self._clock = self._pace.due(self.steps)
         self._pace.begin()
         self._changed = self._visiting = True
@@ -473,15 +329,7 @@ class Outer:
     def _tell(self) -> None:
         """Tell what this island begins with, after `attach` or from a checkpoint."""
         if isinstance(self._islands, Elastic):
-            self._islands.begin(self.steps, self._digest(self._shared.vectors))
-
-
-def _scale(moved: Tensor, share: float) -> None:
-    """Multiply a pseudo-gradient, which may hold NaN or Inf if it counts nothing."""
-    if not share:
-        moved.zero_()
-    elif share != 1:
-        moved.mul_(share)
+            self._islands.begin(self.steps, self._exchange.digest(self._shared.vectors))
 
 
 def _ended(outcome: Outcome) -> Job[Outcome]:

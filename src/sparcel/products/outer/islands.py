@@ -28,14 +28,11 @@ from sparcel.products.outer.history import (
     Wait,
 )
 from sparcel.products.outer.island import Ranks
-from sparcel.products.outer.places import Beats, Place
+from sparcel.products.outer.places import Beats, Place, pause_after
 from sparcel.products.outer.protocol import LONGEST, Protocol
 from sparcel.products.outer.shared import Shared
 
 T = TypeVar("T")
-
-_PAUSE_SECONDS, _WAITED_SHARE = 0.02, 0.3
-"""How long to wait until the next look: at first, and as a share of what was waited before."""
 
 _SENT_BYTES = 64 << 20
 """How much of what is shared is sent at once to a guest, which may take as long as the patience."""
@@ -123,8 +120,6 @@ class Elastic:
         self._looked = 0.0
         self._failing: float | None = None
         """Since when no exchange has come to its end."""
-        self._before: tuple[float, int] | None = None
-        """When the last outer step took effect, and after how many inner steps."""
         self._beats: Beats | None = None
         self.joined = self._run(self._protocol.enter())
         me = self._protocol.island
@@ -229,8 +224,7 @@ class Elastic:
             self._failing = None
             return True
         now = yield Now()
-        if self._failing is None:
-            self._failing = now
+        self._failing = now if self._failing is None else self._failing
         if (failing := now - self._failing) > LONGEST * self._patience:
             raise CommunicationError(
                 f"for {failing:.0f} s no exchange of islands {self._connected} has ended within the"
@@ -245,10 +239,7 @@ class Elastic:
         Islands that wait to join get what is shared, while this one trains.
         """
         if self._beats is not None:
-            now = time.monotonic()
-            if self._before is not None and clock > self._before[1]:
-                self._beats.a_step = (now - self._before[0]) / (clock - self._before[1])
-            self._before = now, clock
+            self._beats.count(clock)
         self._run(self._protocol.welcome())
 
     def take_over(self) -> bool | None:
@@ -256,7 +247,9 @@ class Elastic:
 
         None if nobody is left who could send it, and the run has not begun.
         """
-        self._failing = self._before = None
+        self._failing = None
+        if self._beats is not None:
+            self._beats.forget()
         return self._run(self._protocol.take_over())
 
     def is_awaited(self) -> bool:
@@ -370,8 +363,8 @@ class Elastic:
 
     def _host(self, name: str, pair: list[int], holds: list[int]) -> None:
         """Begin to send what this rank holds of what is shared, from the first of two islands."""
-        shared = (tensor.to("cpu", copy=True) for tensor in self._shared.tensors)
-        messages = [torch.tensor(holds), *shared]
+        copies = (one.to("cpu", copy=True) for one in self._shared.tensors)
+        messages = [torch.tensor(holds), *copies]
 
         def send() -> None:
             with suppress(CommunicationError, MismatchError):  # the guest has gone, or asks anew
@@ -402,12 +395,3 @@ def _parts(messages: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yield the bytes of messages, in parts that are sent one after the other."""
     for message in messages:
         yield from message.view(torch.uint8).split(_SENT_BYTES)
-
-
-def pause_after(waited: float, most: float) -> float:
-    """Return the seconds until the next look at a place, after so many of waiting."""
-    return min(max(_PAUSE_SECONDS, _WAITED_SHARE * waited), most)
-
-
-Islands = Fixed | Elastic
-"""The islands that take part in outer steps."""

@@ -30,6 +30,9 @@ T = TypeVar("T")
 LOOKED_SECONDS, ASKED_SECONDS = 0.5, 2.0
 """How long to wait at most between two looks at a place of our own, and at one that is paid for."""
 
+_PAUSE_SECONDS, _WAITED_SHARE = 0.02, 0.3
+"""How long to wait until the next look: at first, and as a share of what was waited before."""
+
 _KEPT = 4
 """So many of an island's last connections may still have keys in the place."""
 
@@ -112,6 +115,8 @@ class Beats:
         self._board, self.island = board, island
         self.steps, self.a_step = 0, 0.0
         """How many outer steps it has done, and seconds of an inner one."""
+        self._before: tuple[float, int] | None = None
+        """When the last outer step took effect, and after how many inner steps."""
         self.stop = threading.Event()
         self._seconds = beat_seconds(patience)
         self._thread = threading.Thread(target=self._go_on, daemon=True)
@@ -129,6 +134,17 @@ class Beats:
             if self.stop.wait(self._seconds):
                 self._board.remove([f"beat.{island}"])
                 return
+
+    def count(self, clock: int) -> None:
+        """Take the time of an outer step, which came after so many inner steps."""
+        now = time.monotonic()
+        if self._before is not None and clock > self._before[1]:
+            self.a_step = (now - self._before[0]) / (clock - self._before[1])
+        self._before = now, clock
+
+    def forget(self) -> None:
+        """Count inner steps anew."""
+        self._before = None
 
     def end(self) -> None:
         """Give none any more."""
@@ -173,6 +189,11 @@ class Place(NamedTuple):
     connect: Callable[[str, list[int], int], ConnectedCommunicator]
     pause: float
     patience: float
+
+
+def pause_after(waited: float, most: float) -> float:
+    """Return the seconds until the next look at a place, after so many of waiting."""
+    return min(max(_PAUSE_SECONDS, _WAITED_SHARE * waited), most)
 
 
 def meeting_at(place: object, patience: float) -> Place | None:

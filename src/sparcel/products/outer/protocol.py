@@ -20,19 +20,15 @@ so a step takes effect on all its members or on none, and each learns it wheneve
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from sparcel.core.comm import digest
-from sparcel.errors import CommunicationError, MismatchError
+from sparcel.errors import CommunicationError
 from sparcel.products.outer.history import (
     ABORT,
     COMMIT,
-    Came,
     Create,
     Gone,
-    History,
     Host,
     Now,
     Quorum,
@@ -40,26 +36,16 @@ from sparcel.products.outer.history import (
     Receive,
     Remove,
     Run,
-    Signs,
     Wait,
-    Watches,
-    ahead,
-    check_state,
-    first_missing,
-    fitting,
     forgotten,
-    name_of,
-    replaced,
 )
+from sparcel.products.outer.presence import Came, Presence, ahead, fitting, name_of, replaced
 
 _GRACE_SECONDS = 3.0
 """How long islands are waited for that may have failed with the last attempt."""
 
 LONGEST, _LONGEST_BEGIN = 10, 60
 """For how many times the patience an island waits for what it needs, and for others to begin."""
-
-_MOST_APART = 4
-"""For how many times the patience two islands take no part together that did not connect."""
 
 
 class Attempt(NamedTuple):
@@ -69,7 +55,7 @@ class Attempt(NamedTuple):
     members: list[int]
 
 
-class Protocol:
+class Protocol(Presence):
     """One island's part.
 
     Parameters
@@ -84,53 +70,23 @@ class Protocol:
         How many islands begin.
     patience
         Seconds for which an island is waited for.
-
-    Attributes
-    ----------
-    island
-        The number of this island, which no other gets at this place.
-    order
-        Where it stands among the members of an attempt.
-    at
-        The attempt after which it holds what is shared, 0 if there was none at this place.
-    origin
-        Place, number and ``at`` of the island that has last taken part: this one, or that whose
-        checkpoint it has loaded. Checkpoints are saved under them.
-    steps
-        How many outer steps it holds.
-    state
-        What sums up what it holds, where ``at`` is 0.
     """
 
     def __init__(
         self, nonce: str, facts: dict[str, str], layout: str, least: int, patience: float
     ) -> None:
-        self._nonce, self._least, self._patience = nonce, least, patience
-        self._facts, self._layout = facts, layout
-        self._told = json.dumps(facts, sort_keys=True)
-        self.place, self.island, self.order, self._lives = "", 0, 0, 1
-        self.at, self.steps, self.state, self.origin = 0, 0, "", ("", 0, 0)
-        self._history = History()
+        super().__init__(nonce, facts, layout, patience)
+        self._least = least
         self._members: list[int] = []
         self._attempt = Attempt(0, [])
-        self._came: dict[int, list[Came]] = {}
-        self._mine: tuple[int, int, Came] | None = None
-        """The attempt and the slot to which this island came last, and what it told."""
-        self._apart: dict[int, tuple[int, float, str]] = {}
-        """How often in a row an island was not reached, until when it is apart, and why."""
-        self._watches = Watches(patience)
         self._began: float | None = None
         """Since when this island waits for the run to begin."""
         self._missed: float | None = None
         """Since when attempts to begin have failed."""
         self._returned = False
         """Whether it goes on from a checkpoint of what was shared here last."""
-        self._is_new = True
-        """Whether it has not gone on from a checkpoint, nor taken part, under its number."""
-        self._brings: list[int] = []
         self._hosted: set[str] = set()
         """The names under which this island has hosted others, each once."""
-        self._heir_of: list[str] = []
         self._keeps = False
         """Whether all that this island has moved and not sent began with what is shared here."""
 
@@ -161,21 +117,6 @@ class Protocol:
             yield from self._check_ended()  # the others may have, meanwhile
         return self.at > 0
 
-    def _take_number(self) -> Run[None]:
-        """Take a number; check the facts of those who wait for the run to begin, too."""
-        number = (yield from first_missing("island.{}", 1)) if self._history.latest else 1
-        while (text := (yield Create(f"island.{number}", self._own))) != self._own:
-            facts = text.partition(" ")[2]
-            if (
-                not self._history.latest
-                and facts != self._told
-                and (yield from self._is_alive(number))
-            ):
-                yield from self._check_facts(facts)
-            number += 1
-        self.island = self.order = number
-        self.origin, self._is_new = (self.place, number, 0), True
-
     def resume(self, place: str, island: int, order: int, at: int) -> Run[None]:
         """Go on from a checkpoint, in the place of the island that has written it."""
         former = name_of(place, island)
@@ -191,52 +132,6 @@ class Protocol:
         self._heir_of, self._is_new = [former], False
         while (heir := (yield Create(f"heir.{self._heir_of[-1]}", self._key))) != self._key:
             self._heir_of.append(heir)
-
-    @property
-    def _own(self) -> str:
-        """What this island's number is known by: no other's is the same."""
-        return f"{self._nonce}.{self._lives} {self._told}"
-
-    @property
-    def _key(self) -> str:
-        return name_of(self.place, self.island)
-
-    @property
-    def holds(self) -> tuple[int, int, str]:
-        """The attempt after which it holds what is shared, steps, and what sums it up at 0."""
-        return self.at, self.steps, "" if self.at else self.state
-
-    def _is_alive(self, island: int) -> Run[bool]:
-        """Wait for a sign of life of an island."""
-        since, first = (yield Now()), (yield Signs(island))
-        while first and (waited := (yield Now()) - since) < self._watches.silent:
-            if (yield Signs(island)) != first:
-                return True
-            yield Wait(waited)
-        return False
-
-    @staticmethod
-    def _check_ended() -> Run[None]:
-        if (yield Read("ended")) is not None:
-            raise CommunicationError("the run at this place has ended; name another one")
-
-    def _check_facts(self, text: str) -> Run[None]:
-        first: dict[str, str] = json.loads(text)
-        if first == self._facts:
-            return
-        odd = [name for name in self._facts if self._facts[name] != first.get(name)]
-        if odd == ["layout"]:
-            lines = ((yield Read(f"layout.{first['layout']}")) or "").splitlines()
-            pairs = zip([*self._layout.splitlines(), "nothing"], [*lines, "nothing"], strict=False)
-            here, there = next((one, other) for one, other in pairs if one != other)
-            text = f"other tensors: {here}, where the run has {there}"
-        else:
-            here, there = (
-                ", ".join(f"{name}={facts.get(name)}" for name in odd if name != "layout")
-                for facts in (self._facts, first)
-            )
-            text = f"other settings: {here}, where the run has {there}"
-        raise MismatchError(f"this island has {text}; start all alike, or name another run")
 
     # To meet.
 
@@ -333,47 +228,6 @@ class Protocol:
             self._keeps = True  # an heir cannot know who else has gone on from its checkpoint
         return quorum
 
-    def _check_living(self, last: dict[int, Came]) -> Run[None]:
-        """Check that the first of those who live has this island's settings, and its beginning."""
-        me = self.island
-        alive = {n: one for n, one in last.items() if n == me or self._watches.speaks(n)}
-        first = alive[min(alive)]
-        if first.facts != alive[me].facts:
-            text = yield Read(f"island.{first.island}")
-            yield from self._check_facts(text.partition(" ")[2] if text else self._told)
-        check_state(alive, me)
-
-    def _come(self, now: float) -> Run[None]:
-        """Tell what this island holds, unless the others know it."""
-        came = Came(
-            self.island,
-            self.order,
-            *self.holds,
-            f"{digest(self._told, 128):032x}",
-            [one for one, (_, until, _) in self._apart.items() if until > now],
-            [*self._brings],
-            [*self._heir_of],
-        )
-        number = self._history.next
-        if self._mine is not None and (self._mine[0], self._mine[2]) == (number, came):
-            return
-        yield from self._look(number)  # it may have told the same before, and was not hosted
-        slot, text = len(self._came[number]) + 1, json.dumps(came._asdict())
-        while (yield Create(f"{number}.came.{slot}", text)) != text:
-            slot += 1
-        self._mine = number, slot, came
-
-    def _look(self, number: int) -> Run[None]:
-        """Learn who has come to an attempt."""
-        came = self._came.setdefault(number, [])
-        while (text := (yield Read(f"{number}.came.{len(came) + 1}"))) is not None:
-            came.append(Came(**json.loads(text)))
-
-    def _last(self, number: int) -> Run[dict[int, Came]]:
-        """Return what each island that has come to an attempt has told last."""
-        yield from self._look(number)
-        return {one.island: one for one in self._came[number]}
-
     def _are_enough(
         self, last: dict[int, Came], fit: list[int], now: float, waited: float
     ) -> Run[bool]:
@@ -409,13 +263,6 @@ class Protocol:
                 f"a run begins with {self._least} islands that reach one another; in"
                 f" {times * self._patience:g} s islands {sorted(last)} have come{self._why()}"
             )
-
-    def _silent(self, islands: Iterable[int], now: float) -> Run[set[int]]:
-        """Return those of these islands that have given no sign of life for long."""
-        for one in sorted(islands):
-            if self._watches.is_due(one, now):
-                self._watches.hear(one, (yield Signs(one)))
-        return {one for one in islands if self._watches.is_silent(one)}
 
     def _wait_for_outcome(self, members: list[int]) -> Run[None]:
         """Wait for the outcome of an attempt of others, as long as one of them lives."""
@@ -543,14 +390,3 @@ class Protocol:
         if self.at != self._history.latest:
             return True
         return (yield Read(f"{self._history.next}.came.1")) is not None
-
-    def _why(self) -> str:
-        """Return why islands were not reached."""
-        return "".join(f" (island {one}: {why})" for one, (_, _, why) in self._apart.items())
-
-    def _keep_apart(self, islands: Sequence[int], why: str) -> Run[None]:
-        now = yield Now()
-        for one in islands:
-            times = self._apart.get(one, (0,))[0]
-            until = now + self._patience * min(2**times, _MOST_APART)
-            self._apart[one] = times + 1, until, why

@@ -1,0 +1,209 @@
+"""What an island brings to outer steps, and how islands exchange and average it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sparcel.core.training import Averager
+from sparcel.errors import CommunicationError, MismatchError, few, warn
+from sparcel.products.outer.island import Ranks
+from sparcel.products.outer.islands import Elastic, Fixed
+from sparcel.products.outer.method import Method, Weights
+from sparcel.products.outer.shared import Shared
+from sparcel.products.outer.vectors import Moments, Vector
+
+Islands = Fixed | Elastic
+"""The islands that take part in outer steps."""
+
+Poison = Literal["leave out", "void"]
+"""What becomes of an outer step if an island's pseudo-gradient holds NaN or Inf."""
+
+Outcome = Literal["done", "void", "again", "late"]
+"""How an attempt at an outer step has ended."""
+
+
+class Exchange:
+    """Exchanges a fragment of what islands share in each outer step.
+
+    Attributes
+    ----------
+    steps
+        How many outer steps have been done; each is of one fragment.
+    weights
+        By what this island counts.
+    finite
+        Whether what this island has moved of the fragment is finite on all its ranks.
+    spoilt
+        What holds NaN or Inf of what this rank has moved.
+    void
+        How many attempts nothing was exchanged in, because of NaN or Inf.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        averager: Averager,
+        islands: Islands,
+        method: Method,
+        poison: Poison,
+        ranks: Ranks,
+    ) -> None:
+        self._shared, self._averager, self._islands = shared, averager, islands
+        self._method, self._poison, self._ranks = method, poison, ranks
+        self.steps = self.void = 0
+        self.weights, self._weight = Weights(len(shared.fragments)), 0.0
+        self.finite, self.spoilt = True, list[str]()
+        self._moments, self._connected, self._was_told = Moments(), islands.comm, False
+
+    @property
+    def _fragment(self) -> list[Vector]:
+        """What the next outer step is of."""
+        return self._shared.fragments[self._turn]
+
+    @property
+    def _turn(self) -> int:
+        """The number of the fragment that the next outer step is of."""
+        return self.steps % len(self._shared.fragments)
+
+    def move(self, clock: int) -> None:
+        """Find out what this island has moved of the fragment, after so many inner steps."""
+        model, buffers = self._shared.model, self._shared.buffers
+        model.look()
+        self._weight = self.weights.move(self._turn)
+        self.spoilt = [name for one in self._fragment for name in one.move(model.parameters)]
+        self.finite = self._ranks.all(not self.spoilt)
+        every, done = self._method.moments, self.steps // len(self._shared.fragments)
+        if every and done % every == 0:
+            self._moments.move(self._fragment, model.moments(), every * clock / (done + 1))
+        else:
+            self._moments.move((), {})
+        averages = self.finite and self._turn == 0
+        if spoilt := buffers.move(model.buffers if averages else {}):
+            warn(
+                f"the buffers {few(spoilt)} hold NaN or Inf: this island's do not count in their"
+                " average, which it takes over"
+            )
+
+    @torch.no_grad()
+    def attempt(self) -> Outcome:
+        """Exchange the fragment, and update what is shared of it."""
+        islands, fragment = self._islands, self._fragment
+        finite = arrived = decides = False
+
+        def decide(ended_finite: bool) -> bool:
+            nonlocal finite, arrived, decides
+            decides = True
+            arrived, finite = islands.decide(True, ended_finite)
+            return arrived and finite
+
+        if not islands.meet():
+            return "late"
+        try:
+            self._average(fragment, decide)
+        except CommunicationError:
+            if isinstance(islands, Fixed) or decides:
+                raise
+            islands.decide(False, False)
+        if not arrived:
+            return "again"
+        if not finite:
+            return "void"
+        self._shared.step(fragment)
+        self.weights.step(self._turn)
+        if self._method.decay != 1:
+            self._decay(fragment, self._method.decay)
+        return "done"
+
+    def _average(self, fragment: Sequence[Vector], decide: Callable[[bool], bool]) -> None:
+        """Average a fragment, and what goes with it, as far as islands decide that it counts."""
+        averager, comm = self._averager, self._islands.comm
+        if comm is not self._connected:
+            averager.connect(comm, self.steps)
+            self._connected = comm
+        counting, own, moments = self._agree()
+        if not counting or (counting < comm.size and self._poison == "void"):
+            decide(False)
+            self.void += 1
+            return
+        share = own * comm.size / counting  # memory counts once
+        for vector in fragment:
+            _scale(vector.moved, own if self._method.by_senders else share)
+            averager.queue(vector.moved, vector.places)
+        self._shared.buffers.queue(averager, share)
+        self._moments.queue(averager, share, moments)
+        averager.finish(decide)
+
+    def _agree(self) -> tuple[int, float, list[bool]]:
+        """Learn what all islands bring, if they share the same parameters.
+
+        Return how many of them count, by how much this one is multiplied in their average, and
+        which second moments all bring. The learning rate becomes that of the island which has taken
+        part for longest.
+        """
+        comm, buffers = self._averager.comm, self._shared.buffers
+        vectors = [*self._fragment, *(buffers.vectors if self._turn == 0 else ())]
+        numbers = torch.tensor([self._shared.rate, self._weight], dtype=torch.float64)
+        own = [*buffers.flags, *self._moments.flags]
+        told = torch.tensor([self.digest(vectors), self.finite, *own])
+        told = torch.cat([numbers.view(torch.int64), told])
+        blocks = comm.run(
+            lambda: comm.gather_blocks(told.view(torch.uint8), [told.nbytes] * comm.size)
+        )
+        all_told = blocks.view(torch.int64).view(comm.size, -1)
+        rates, weights = all_told[:, :2].contiguous().view(torch.float64).t().tolist()
+        digests, finite, *flags = all_told[:, 2:].t().tolist()
+        others = [rank for rank, one in enumerate(digests) if one != digests[comm.rank]]
+        if others:
+            raise MismatchError(
+                f"ranks {others} share other parameters than rank {comm.rank} after"
+                f" {self.steps} outer steps; start them from one checkpoint, or with one seed, and"
+                " see that their processors round alike"
+            )
+        rate = rates[self._islands.senior]
+        if rate != self._shared.rate:
+            if not self._was_told:
+                warn(
+                    f"this island's outer learning rate is {self._shared.rate:g}; it goes on with"
+                    f" {rate:g}, the rate of the island that has taken part for longest"
+                )
+            self._was_told, self._shared.rate = True, rate
+        counting = [weight for weight, counts in zip(weights, finite, strict=True) if counts]
+        share = self.weights.share(counting, self._weight) if self.finite else 0.0
+        buffers.averaged = [any(flag) for flag in flags[: len(buffers.flags)]]
+        moments = [
+            all(brings or not counts for brings, counts in zip(flag, finite, strict=True))
+            for flag in flags[len(buffers.flags) :]
+        ]
+        return len(counting), share, moments
+
+    def digest(self, vectors: Sequence[Vector]) -> int:
+        """Return what sums up shared values on all ranks of this island."""
+        parts = self._ranks.gather(self._shared.digest(vectors))
+        return sum(part * (2 * rank + 1) for rank, part in enumerate(parts)) % (1 << 62)
+
+    def put(self) -> list[str]:
+        """Go on with what has come; return the parameters whose second moments are averages now."""
+        self._shared.put(self._fragment, self._method.keep)
+        self._shared.model.keep()
+        return self._moments.put()
+
+    def forget(self) -> None:
+        """Forget all that this rank keeps back."""
+        for fragment in self._shared.fragments:
+            self._decay(fragment, 0.0)
+
+    def _decay(self, fragment: Sequence[Vector], factor: float) -> None:
+        """Multiply what this rank keeps back of a fragment."""
+        self._averager.decay([name for one in fragment for name in one.places], factor)
+
+
+def _scale(moved: Tensor, share: float) -> None:
+    """Multiply a pseudo-gradient, which may hold NaN or Inf if it counts nothing."""
+    if not share:
+        moved.zero_()
+    elif share != 1:
+        moved.mul_(share)
