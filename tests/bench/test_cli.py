@@ -18,7 +18,7 @@ from sparcel.core.cost import SUMS, Problem, predict, stated_rates
 from sparcel.core.cost.steps import engine_sum
 from sparcel.core.formats import RAW
 from sparcel.errors import InputError
-from sparcel.tools.bench import _source
+from sparcel.tools.bench.settings import _source
 from sparcel.tools.bench.timing import PHASES
 from sparcel.tools.cli import app
 

@@ -5,10 +5,10 @@ import pytest
 from sparcel import simulate
 from sparcel.core.comm import launched
 from sparcel.errors import InputError
-from sparcel.tools.bench import BenchSettings
 from sparcel.tools.bench.contenders import connected, names
 from sparcel.tools.bench.results import Cell, summarized, verdict
 from sparcel.tools.bench.run import network
+from sparcel.tools.bench.settings import BenchSettings
 
 
 def test_baselines_come_first_and_dense_is_always_included() -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sparcel.tools.bench import BenchSettings
+from sparcel.tools.bench.settings import BenchSettings
 from sparcel.tools.cli.options import check_output, refuse_ignored, takes_options
 
 bench = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
