@@ -69,6 +69,34 @@ def test_a_part_that_is_held_already_stays_where_it_is_and_is_let_go():
     assert shared.get(3) is not None
 
 
+@pytest.mark.parametrize("step", ["_move", "reserve", "write", "_free"])
+@pytest.mark.parametrize("part", [PARTS[1], None], ids=["a part", "all"])
+def test_who_is_killed_as_it_moves_records_leaves_no_memory_that_does_not_count(
+    step, part, monkeypatch
+):
+    shared = Shared(40, 4 << 20)
+    for place in range(20):
+        shared.put(place, record_of(place) * 100)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Shared, "_can_free", lambda _: True)
+        patched.setattr(Shared, step, killed)
+        with pytest.raises(KeyboardInterrupt):
+            shared.hold(PARTS[1])
+    shared.hold(part)
+    assert os.fstat(shared.name[1]).st_blocks * 512 <= shared.used + 2 * PAGE
+    kept = {place: shared.get(place) for place in range(40)}
+    assert all(
+        record is None or bytes(record).startswith(record_of(place) * 100)
+        for place, record in kept.items()
+    )
+    assert shared.wants(25)
+    assert shared.wants(5) == (part is None)
+
+
 def test_a_record_that_comes_meanwhile_is_not_harmed_by_asking_what_can_be_freed(monkeypatch):
     shared, free = Shared(40, 4 << 20), Shared._free
 

@@ -26,9 +26,10 @@ from sparcel.products.data.records import (
     up_to,
 )
 
-TOKEN, LENGTH, LIMIT, START, LOOKED_AT, SAID = range(6)
-"""The first words of the file; `Shared.count` counts in those that follow."""
-COUNTERS = slice(6, 9)
+TOKEN, LENGTH, LIMIT, START, LOOKED_AT, SAID, MOVING = range(7)
+"""The first words of the file, the last of which tells that `Shared.hold` has begun and not ended;
+`Shared.count` counts in those that follow."""
+COUNTERS = slice(7, 10)
 _WORDS = 64
 
 _BARRED = entry_of(UNIT, 0)
@@ -200,15 +201,18 @@ class Shared(Records):
             return False
         with self.lock:
             old = self.index.copy()
-            if part is None:
-                self.index[old == _BARRED] = 0
+            is_in_part = np.full(len(old), part is None)
+            if part is not None:
+                is_in_part[part] = True
+            is_held = part is None or np.array_equal(is_in_part, old != _BARRED)
+            if is_held and not self.words[MOVING]:  # or whoever moved records was killed
+                self.index[is_in_part & (old == _BARRED)] = 0
                 return True
-            is_in_part = np.zeros(len(old), bool)
-            is_in_part[part] = True
-            if not np.array_equal(is_in_part, old != _BARRED):
-                self.index[:] = np.where(is_in_part, 0, _BARRED)
-                staying = np.flatnonzero(is_in_part & (old > _BARRED))
-                self._move(staying[np.argsort(old[staying])], old)
+            self.words[MOVING] = 1
+            self.index[:] = np.where(is_in_part, 0, _BARRED)
+            staying = np.flatnonzero(is_in_part & (old > _BARRED))
+            self._move(staying[np.argsort(old[staying])], old)
+            self.words[MOVING] = 0
         return True
 
     def _move(self, places: npt.NDArray[np.int64], entries: npt.NDArray[np.uint64]) -> None:
