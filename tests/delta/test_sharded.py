@@ -417,6 +417,29 @@ def test_ranks_that_disagree_publish_nothing(run_on: Any, tmp_path: Path) -> Non
     assert second == ["InputError", "VersionError"] + ["MismatchError"] * 5
 
 
+def retied(comm: Communicator, folder: str) -> list[str]:
+    """Tie, untie and change tensors of which one rank publishes all; return what versions were."""
+    publisher, reader = delta.ShardedPublisher(folder), delta.Subscriber(folder)
+    embedding, head = torch.arange(12.0).view(4, 3), torch.ones(4, 3)
+    for tensors in (
+        {"embedding": embedding, "head": head},
+        {"embedding": embedding, "head": embedding},
+        {"embedding": embedding, "head": embedding + 1},
+        {"embedding": embedding + 2, "head": embedding + 1},
+    ):
+        publisher.publish(tensors)
+        if comm.rank == 0:
+            reader.update()
+            equal(reader.tensors, tensors)
+            assert delta.version_of(tensors, 0).sum == delta.version_of(reader.tensors, 0).sum
+    return [entry.kind for entry in delta.read_index(folder).entries]
+
+
+def test_a_version_with_other_ties_is_whole(run_on: Any, tmp_path: Path) -> None:
+    for kinds in run_on(2, retied, str(tmp_path)):
+        assert kinds == ["anchor", "anchor", "anchor", "delta"]
+
+
 def in_stages(comm: Communicator, folder: str) -> None:
     """Stages and experts are on some ranks each, one holds nothing, and readers have some."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "inner"))
