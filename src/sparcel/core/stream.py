@@ -287,7 +287,6 @@ def reduce(
     streams: Sequence[SparseStream],
     op: str | Op = SUM,
     dense_at: int | None = None,
-    disjoint: bool = False,
 ) -> SparseStream:
     """Reduce streams of one size and dtype, in the order given (SparCML, section 5.1).
 
@@ -295,8 +294,6 @@ def reduce(
     ----------
     dense_at
         As for `SparseStream.compact`, which is applied to the result.
-    disjoint
-        The caller knows that no two streams store the same coordinate.
 
     Returns
     -------
@@ -321,9 +318,7 @@ def reduce(
     finite = all_of([stream.finite for stream in streams])
     pairs = [(s.indices, s.values) for s in streams if s.indices is not None]
     if len(pairs) == len(streams):
-        indices, values = kernels.merge(
-            pairs, op, sum(s.nnz for s in streams) if disjoint else None
-        )
+        indices, values = kernels.merge(pairs, op)
         return SparseStream.unchecked(indices, values, first.size, finite).compact(op, dense_at)
     # Half precision is summed in float32 and rounded once, at the end, as `kernels.merge` does.
     total = first.to_dense(op.neutral_for(first.dtype))

@@ -45,9 +45,7 @@ def sums_of_squares(vectors: Sequence[Tensor]) -> Tensor:
     return _cpu.sums_of_squares(given, optim.CHUNK, torch.get_num_threads())
 
 
-def merge(
-    streams: Sequence[tuple[Tensor, Tensor]], op: Op, union: int | None = None
-) -> tuple[Tensor, Tensor]:
+def merge(streams: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Tensor]:
     if op.name is None:
         return reduce.merge(streams, op)
     indices = [indices for indices, _ in streams]

@@ -11,9 +11,7 @@ from sparcel.core.ops import Op
 from sparcel.errors import InputError
 
 
-def merge(
-    streams: Sequence[tuple[Tensor, Tensor]], op: Op, union: int | None = None
-) -> tuple[Tensor, Tensor]:
+def merge(streams: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Tensor]:
     """Reduce sorted streams to one.
 
     If several streams hold an index, ``op`` is applied from left to right in the order of
@@ -28,9 +26,6 @@ def merge(
         float32, float64, int32 or int64 (integers wrap on overflow).
     op
         Combines the values of one index.
-    union
-        How many indices the streams hold together, where the caller knows, so that nobody has to
-        wait for it.
 
     Returns
     -------

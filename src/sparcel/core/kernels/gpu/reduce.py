@@ -35,9 +35,7 @@ from sparcel.errors import InputError
 _COLUMNS = 128  # of rows that a program reads at once
 
 
-def merge(
-    streams: Sequence[tuple[Tensor, Tensor]], op: Op, union: int | None = None
-) -> tuple[Tensor, Tensor]:
+def merge(streams: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Tensor]:
     if op.name is None or not streams:
         return definitions.merge(streams, op)
     for one in streams:
@@ -49,7 +47,7 @@ def merge(
     if sum(one.numel() > 0 for one, _ in streams) <= 1:
         return indices, values
     if values.numel() == 0:  # rows without columns
-        alone, _ = merge([(indices, indices) for indices, _ in streams], op, union)
+        alone, _ = merge([(indices, indices) for indices, _ in streams], op)
         return alone, values.new_empty(alone.numel(), 0)
     total, columns = indices.numel(), min(triton.next_power_of_2(_width(values)), _COLUMNS)
     positions = BLOCK // columns
@@ -65,7 +63,7 @@ def merge(
         len(streams), _width(values),
         OP=op.name, POSITIONS=positions, COLUMNS=columns, GROUP=GROUP,
     )  # fmt: skip
-    length = int(device.read(work[0])) if union is None else union
+    length = int(device.read(work[0]))
     return merged[:length], reduced[:length]
 
 
