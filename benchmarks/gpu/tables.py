@@ -59,16 +59,6 @@ def measured() -> Iterator[str]:
     return table(("", "1 process", "2", "4", "MB sent", "plus, at 1 Gbit/s"), cells)
 
 
-def launches() -> str:
-    """Return the sentence's part on what a step by way of the host launches."""
-    now = {
-        row["method"]: row["step"]["triton"] + row["step"]["torch"]
-        for row in recorded("gpu_counts")["rows"]
-        if row["carrier"] == "host" and row["commit"] != BEFORE
-    }
-    return ", ".join(f"{name} {number:,}" for name, number in now.items())
-
-
 class Choice(NamedTuple):
     """A method, the bytes that a rank sends, and what its passes take on the card."""
 

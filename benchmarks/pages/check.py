@@ -181,7 +181,6 @@ def processor() -> Lines:
 def on_cards() -> Lines:
     whole, selected = gpu.room()["default"], gpu.room()["10 %"]
     yield f"{whole:.1f} bytes for each of its parameters for messages, {selected:.1f} at 10 %"
-    yield gpu.launches()
 
 
 def norms_of() -> Lines:
