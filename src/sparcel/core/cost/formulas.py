@@ -370,15 +370,11 @@ COLLECTIVES: Mapping[str, Formula] = {
 _WITHOUT_ENGINE = {name: formula for name, formula in SUMS.items() if name != "dense"}
 
 
-def _candidates(by_engine: bool) -> Mapping[str, Formula]:
-    return SUMS if by_engine else _WITHOUT_ENGINE
-
-
 def fastest_sum(p: Problem) -> Terms:
     """Yield the fastest all-reduce; the engine's sum does not travel in a format that loses."""
-    yield Fastest(_candidates(by_engine=not p.format.loses))
+    yield Fastest(_WITHOUT_ENGINE if p.format.loses else SUMS)
 
 
 def fastest(problem: Problem, rates: Rates, by_engine: bool = True) -> str:
     """Name the fastest all-reduce, as predicted; the engine's own only where ``by_engine``."""
-    return choose(_candidates(by_engine), problem, rates)
+    return choose(SUMS if by_engine else _WITHOUT_ENGINE, problem, rates)

@@ -188,8 +188,9 @@ def _everything(comm: Communicator, here: int) -> Iterator[_Timed]:
         to_all = name.endswith(("rotate", "gather"))  # these send P−1 messages at once
         yield _Timed(name, _MESSAGES[: -1 if to_all else None], make)
     for dtype in (torch.float32, torch.bfloat16):
-        name, make = str(dtype).replace("torch", "dense"), _engine_sum(comm, dtype)
-        yield _Timed(name, [dtype.itemsize * floats for floats in _FLOATS], make)
+        amounts = [dtype.itemsize * floats for floats in _FLOATS]
+        name = str(dtype).replace("torch", "dense")
+        yield _Timed(name, amounts, partial(_engine_sum, comm, dtype))
     for name, kind in KINDS.items():
         yield _Timed(name, kind.amounts, partial(_work, kind, comm.rank))
 
@@ -254,14 +255,9 @@ def _exchanges(
         yield "node.rotate", lambda nbytes: _to_all(comm, nbytes, members)
 
 
-def _engine_sum(comm: Communicator, dtype: torch.dtype) -> Callable[[int], Trial]:
-    """Return a function from a vector's bytes to a trial of the engine's all-reduce."""
-
-    def trial(nbytes: int) -> Trial:
-        vector = torch.zeros(nbytes // dtype.itemsize, dtype=dtype)
-        return Trial(lambda: comm.all_reduce(vector))
-
-    return trial
+def _engine_sum(comm: Communicator, dtype: torch.dtype, nbytes: int) -> Trial:
+    vector = torch.zeros(nbytes // dtype.itemsize, dtype=dtype)
+    return Trial(lambda: comm.all_reduce(vector))
 
 
 def _neighbours(rank: int, nearest: int, ranks: int) -> list[tuple[int, int]]:

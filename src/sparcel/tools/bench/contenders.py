@@ -246,8 +246,7 @@ def names(asked: str, whole_step: bool, ranks_per_node: int) -> list[str]:
     InputError
         When a name does not exist.
     """
-    on_nodes = ON_NODES if ranks_per_node > 1 else ()
-    schemes = [name for name in SCHEMES if name not in ON_NODES or name in on_nodes]
+    schemes = [name for name in SCHEMES if ranks_per_node > 1 or name not in ON_NODES]
     every = [*DENSE, AS_MANY_BYTES, SPARSE_COO, "auto", *ALGORITHMS, *EXCHANGES]
     steps = [STEP + name for name in schemes]
     if asked == "all":
