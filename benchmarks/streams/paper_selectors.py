@@ -18,8 +18,7 @@ from torch import Tensor
 from sparcel import SparseStream
 from sparcel.core import kernels
 from sparcel.core.selectors import Selector
-from sparcel.core.selectors.base import reaching, stream_of
-from sparcel.core.selectors.draws import integers
+from sparcel.core.selectors.base import integers, reaching, stream_of
 
 SMALLEST_SAMPLE = 512
 

@@ -117,7 +117,7 @@ def hash_ngrams(
     """
 
 class Mesh:
-    """Connections to peers; `core.comm.torch.mesh` documents it."""
+    """Connections to peers; `GlooEngine` of `core.comm.torch` documents it."""
 
     def __init__(self, sockets: Sequence[int]) -> None: ...
     def exchange(

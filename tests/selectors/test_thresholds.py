@@ -10,8 +10,7 @@ from hypothesis import given
 from torch import Tensor
 
 from benchmarks.streams.paper_selectors import rounded
-from sparcel.core.selectors.base import reaching
-from sparcel.core.selectors.draws import distinct, integers
+from sparcel.core.selectors.base import distinct, integers, reaching
 from sparcel.core.selectors.from_papers import _all_reaching
 from tests.selectors.test_properties import vectors
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel.core.training.names import model_names
+from sparcel.core.training.driver import model_names
 from sparcel.errors import InputError
 
 WRAPPERS = st.sampled_from(["_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."])

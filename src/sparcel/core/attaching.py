@@ -25,9 +25,9 @@ from sparcel.core.training.driver import (
     check_momentum,
     check_updates,
     checked_optimizers,
+    model_patterns,
     warn_if_alone,
 )
-from sparcel.core.training.names import model_patterns
 from sparcel.errors import InputError, checked_name
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from sparcel.core.fsdp.ahead import AheadShards
 from sparcel.core.fsdp.groups import MESH, SHARD, ParameterGroup, Parameters, groups_of, recover
 from sparcel.core.fsdp.hook import GroupHook, Hook
 from sparcel.core.training import Averager, Shard
-from sparcel.core.training.driver import Unaveraged, check_group
-from sparcel.core.training.names import model_name
+from sparcel.core.training.driver import Unaveraged, check_group, model_name
 from sparcel.errors import InputError
 
 Replicas: TypeAlias = DeviceMesh | dist.ProcessGroup | None

@@ -16,7 +16,7 @@ from torch.distributed._composable.contract import _get_registry
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from sparcel.core.training.names import model_name
+from sparcel.core.training.driver import model_name
 from sparcel.errors import InputError, warn_on_rank_0
 
 MESH = 'mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))'

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from sparcel.core import device, kernels
 from sparcel.core._checks import checked_number, checked_whole
-from sparcel.core.selectors.base import Ranked, Selector, reaching, stream_of
-from sparcel.core.selectors.draws import distinct, integers
+from sparcel.core.selectors.base import Ranked, Selector, distinct, integers, reaching, stream_of
 from sparcel.core.stream import SparseStream
 
 

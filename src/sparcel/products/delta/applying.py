@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from sparcel.core._threads import in_order
-from sparcel.core.training.names import model_names
+from sparcel.core.training.driver import model_names
 from sparcel.errors import InputError, VersionError, few, shown
 from sparcel.products.delta.chunk import Chunk, Version, read_chunk
 from sparcel.products.delta.decoding import FETCH, Change, found_in, new_tensors

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sparcel.core._threads import in_order, in_pool
-from sparcel.core.training.names import model_names
+from sparcel.core.training.driver import model_names
 from sparcel.errors import FormatError, InputError, few, shown
 from sparcel.products.delta.chunk import Chunk, Version
 from sparcel.products.delta.elements import CHUNK_BYTES, LAYOUTS, MOST_DIMS, Piece, whole_piece

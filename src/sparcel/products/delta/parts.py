@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from sparcel import _cpu
 from sparcel.core._threads import in_order
-from sparcel.core.training.names import model_names
+from sparcel.core.training.driver import model_names
 from sparcel.errors import InputError, shown
 from sparcel.products.delta.chunk import Version
 from sparcel.products.delta.elements import (

@@ -16,7 +16,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 
 from sparcel.core._checks import FLOAT_DTYPES, all_finite
-from sparcel.core.training.names import model_names
+from sparcel.core.training.driver import model_names
 from sparcel.errors import InputError
 
 _WAY_OUT = (

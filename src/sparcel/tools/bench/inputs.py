@@ -14,7 +14,8 @@ from torch import Tensor
 
 from sparcel.core import kernels
 from sparcel.core.schemes.density import count_for
-from sparcel.core.selectors import draws, topk
+from sparcel.core.selectors import topk
+from sparcel.core.selectors.base import distinct, integers
 from sparcel.core.stream import SparseStream
 from sparcel.errors import InputError
 
@@ -60,7 +61,7 @@ class Case:
         if self.gradients is not None:
             return topk(self.gradient(rank), self.k)
         indices = self._indices(rank)
-        drawn = draws.integers(self.k, 2 * (_MOST - _LEAST), _VALUES, rank)
+        drawn = integers(self.k, 2 * (_MOST - _LEAST), _VALUES, rank)
         sign = 1 - 2 * (drawn % 2)
         values = (sign * (_LEAST + drawn // 2)).float()
         return SparseStream.unchecked(indices.to(kernels.index_dtype(self.size)), values, self.size)
@@ -96,10 +97,10 @@ class Case:
             width = -(-SPREAD * self.k // CLUSTERS)
             places = self.size // width
             if places > CLUSTERS:
-                windows = draws.distinct(CLUSTERS, places, _WINDOWS, 0)
-                inside = draws.distinct(self.k, CLUSTERS * width, _WHERE, whose)
+                windows = distinct(CLUSTERS, places, _WINDOWS, 0)
+                inside = distinct(self.k, CLUSTERS * width, _WHERE, whose)
                 return windows[inside // width] * width + inside % width
-        return draws.distinct(self.k, self.size, _WHERE, whose)
+        return distinct(self.k, self.size, _WHERE, whose)
 
 
 def load_gradients(path: Path) -> Tensor:
