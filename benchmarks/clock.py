@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from sparcel.core.comm import Communicator
 from sparcel.core.ops import MAX
@@ -41,16 +45,14 @@ class Clock:
     def timed(self, run: Callable[[], object]) -> Timed:
         """Time a call; all ranks call."""
         self._meet()
-        link, before = _crossed(), replace(self.comm.traffic)
-        start, busy = perf_counter(), process_time()
-        result = run()
-        seconds, busy = perf_counter() - start, process_time() - busy
+        link, before = crossed(), replace(self.comm.traffic)
+        seconds, busy, result = took(run)
         now = self.comm.traffic
         sent, received = now.bytes_sent - before.bytes_sent, now.bytes_received
         # On the link nothing is under way before a call, and after it on no rank.
         self._meet()
         volume = max(sent, received - before.bytes_received)
-        most = torch.tensor([1e3 * seconds, volume, _crossed() - link], dtype=torch.float64)
+        most = torch.tensor([1e3 * seconds, volume, crossed() - link], dtype=torch.float64)
         total = torch.tensor([1e3 * seconds, 1e3 * busy], dtype=torch.float64)
         self.comm.all_reduce(most, MAX)
         self.comm.all_reduce(total)
@@ -73,7 +75,44 @@ def in_turns(
     return found
 
 
-def _crossed() -> int:
+class Took(NamedTuple):
+    """What a call took of this process, and what it returned."""
+
+    seconds: float
+    cpu_s: float
+    result: Any
+
+
+def took(call: Callable[..., Any], *arguments: Any) -> Took:
+    """Call, and take the time and the processor's."""
+    start, busy = perf_counter(), process_time()
+    result = call(*arguments)
+    return Took(perf_counter() - start, process_time() - busy, result)
+
+
+def alone(job: Callable[..., Any], *arguments: Any) -> Any:
+    """Call in a process that ends with the call."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(job, *arguments).result()
+
+
+@contextmanager
+def gloo() -> Iterator[int]:
+    """Join the ranks, which have one thread each, over Gloo; give the number of this one."""
+    torch.set_num_threads(1)  # the ranks share the cores
+    dist.init_process_group("gloo")
+    yield dist.get_rank()
+    dist.destroy_process_group()
+
+
+def gathered(figure: Any) -> list[Any]:
+    """Return what each rank has; all call."""
+    figures: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(figures, figure)
+    return figures
+
+
+def crossed() -> int:
     """Return the bytes that this node's link has sent or received so far: the larger."""
     return max(link_bytes() or (0, 0))
 

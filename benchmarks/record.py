@@ -14,7 +14,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import UTC, datetime
 from functools import cache
@@ -73,7 +73,18 @@ def options(doc: str | None, *paths: str, **defaults: Any) -> argparse.Namespace
         else:
             told |= {"type": type(default)}
         parser.add_argument(f"--{name.replace('_', '-')}", **told)
-    return parser.parse_args()
+    found = parser.parse_args()
+    for name, value in vars(found).items():
+        if isinstance(value, Path) and name != "output":
+            _NAMES[value] = name.upper()
+    _NAMES.update(
+        (Path(one), f"PLACE{n}") for n, one in enumerate(vars(found).get("places", ()), 1)
+    )
+    return found
+
+
+_NAMES: dict[Path, str] = {}
+"""What records call the paths that a command was told, which are of one machine."""
 
 
 def among(choices: Iterable[Any], default: Iterable[Any] | None = None) -> dict[str, Any]:
@@ -92,10 +103,10 @@ def grid(**values: Iterable[Any]) -> list[Row]:
     return [dict(zip(values, one, strict=True)) for one in product(*values.values())]
 
 
-def machine(**places: Path | None) -> Row:
+def machine() -> Row:
     """Describe the machine, the commit of the package that is measured, the command and the date.
 
-    In the command, names stand for the paths of ``places``.
+    In the command, names stand for the paths that `options` found.
     """
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
@@ -104,12 +115,11 @@ def machine(**places: Path | None) -> Row:
         text=True,
         check=False,
     )
-    names = {path: name for name, path in places.items()}
     return {
         **results.machine(),
         "commit": commit.stdout.strip(),
         "command": shlex.join(
-            ["python", *itself(), *(names.get(Path(one), one) for one in sys.argv[1:])]
+            ["python", *itself(), *(_NAMES.get(Path(one), one) for one in sys.argv[1:])]
         ),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -118,6 +128,13 @@ def machine(**places: Path | None) -> Row:
 def itself() -> list[str]:
     """Return what Python is called with to run this program again, without its arguments."""
     return ["-m", sys.modules["__main__"].__spec__.name]
+
+
+def in_lab(nodes: int, rate: str, *more: object, lab: Sequence[object] = ()) -> None:
+    """Run this program, with more arguments, on each of some emulated nodes."""
+    options = ["--nodes", nodes, "--rate", rate, *lab]
+    command = ["-m", "sparcel", "lab", "run", *options, "--", sys.executable, *itself(), *more]
+    subprocess.run([sys.executable, *map(str, command)], check=True)
 
 
 def network() -> Row:
@@ -166,14 +183,29 @@ def add(path: Path, origin: Row, rows: list[Row], row: Row) -> None:
     write(path, origin, rows)
 
 
-def show(rows: Iterable[Row], width: int = 160) -> None:
+def report(output: Path | None, rows: Iterable[Row], **about: Any) -> None:
+    """Print rows, and write them if there is an output, with what else is told of them."""
+    rows = list(rows)
+    show(rows)
+    if output is not None:
+        write(output, {**machine(), **about}, rows)
+
+
+def show(rows: Iterable[Row], width: int = 200) -> None:
     """Print rows as a table: what of them is a number or a text."""
     rows = list(rows)
-    names = [name for name, value in rows[0].items() if not isinstance(value, list | dict)]
+    every = {name: value for row in rows for name, value in row.items()}
+    names = [name for name, value in every.items() if not isinstance(value, list | dict)]
     shown = Table(*names)
     for row in rows:
         shown.add_row(*(_text(row.get(name)) for name in names))
     Console(highlight=False, width=width).print(shown)
+
+
+def tell(row: Row) -> None:
+    """Print what of a row is short, in a line."""
+    short = (f"{k} {_text(v)}" for k, v in row.items() if not isinstance(v, list | dict))
+    print(", ".join(short), flush=True)
 
 
 def _text(figure: Any) -> str:
@@ -188,21 +220,19 @@ def runs_told(doc: str | None, record: str | None = None, **defaults: Any) -> ar
     return options(doc, "data", processes=int, output=output, **defaults)
 
 
-def extend(
-    path: Path, work: Callable[..., Row], data: Path, jobs: Iterable[Row], processes: int | None
-) -> Iterator[Row]:
-    """Call ``work(data, **job)`` for each job that the record lacks, and yield rows as they come.
+def run_all(told: argparse.Namespace, work: Callable[..., Row], jobs: Iterable[Row]) -> None:
+    """Call ``work(data, **job)`` for each job that a record lacks, and add the rows as they come.
 
-    A row has all values of its job, and the minutes that it took. ``processes`` is the number of
-    runs at a time; None for one on each core.
+    ``told`` is what `runs_told` returned. A row has all values of its job, and the minutes that it
+    took. ``processes`` is the number of runs at a time; None for one on each core.
     """
-    (rows, left), origin = left_of(path, jobs), machine(DATA=data)
+    (rows, left), origin = left_of(told.output, jobs), machine()
     print(f"{len(left)} runs to do, {len(rows)} recorded", flush=True)
-    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        runs = [pool.submit(_run, work, data.resolve(), job) for job in left]
+    with ProcessPoolExecutor(told.processes, get_context("spawn")) as pool:
+        runs = [pool.submit(_run, work, told.data.resolve(), job) for job in left]
         for run in as_completed(runs):
-            add(path, origin, rows, run.result())
-            yield rows[-1]
+            add(told.output, origin, rows, run.result())
+            tell(rows[-1])
 
 
 def _run(work: Callable[..., Row], data: Path, job: Row) -> Row:
@@ -211,11 +241,24 @@ def _run(work: Callable[..., Row], data: Path, job: Row) -> Row:
     return {**row, "minutes": round((time.perf_counter() - start) / 60, 2)}
 
 
-def run_all(told: argparse.Namespace, work: Callable[..., Row], jobs: Iterable[Row]) -> None:
-    """Extend a record by what `runs_told` returned, and print what of each row is short."""
-    for row in extend(told.output, work, told.data, jobs, told.processes):
-        short = {k: _text(v) for k, v in row.items() if not isinstance(v, list | dict)}
-        print(*(f"{name} {text}" for name, text in short.items()), sep=", ", flush=True)
+def run_here(
+    output: Path,
+    work: Callable[..., Row],
+    jobs: Iterable[Row],
+    rank: int = 0,
+    meet: Callable[[], object] = lambda: None,
+) -> None:
+    """Call ``work(**job)`` for each job that a record lacks, one after the other.
+
+    If all of several ranks call, they ``meet``, and the first one adds the rows.
+    """
+    (rows, left), origin = left_of(output, jobs), machine()
+    meet()  # all have read what the first one will write
+    for job in left:
+        row = {**job, **work(**job)}
+        if rank == 0:
+            add(output, origin, rows, row)
+            tell(row)
 
 
 def rule_of(scheme: str, settings: Mapping[str, Any]) -> str:

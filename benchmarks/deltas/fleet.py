@@ -29,16 +29,17 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import median
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.clock import gloo, took
 from benchmarks.deltas.pairs import pairs
 from benchmarks.deltas.transports import DELTA, DENSE, TRANSPORTS, Model, Transport, models
-from benchmarks.record import Row, machine, network, options, show, write
+from benchmarks.record import Row, network, options, report
 from sparcel.products import delta
 from sparcel.tools.lab import link_bytes
 
@@ -130,13 +131,13 @@ def _passes(versions: Sequence[Model], pause_ms: float) -> Row:
     at_once, alone = [], []
     for _ in range(REPEATS):
         dist.barrier()
-        took = _applied(target, held[0]) if rank else (0.0, 0.0)
-        at_once.append(float(_gathered(torch.tensor(took))[1:, 0].max()))
+        own = _applied(target, held[0]) if rank else (0.0, 0.0)
+        at_once.append(float(_gathered(torch.tensor(own))[1:, 0].max()))
         for server in range(1, ranks):
             dist.barrier()
             if rank == server:
-                took = _applied(target, held[0])
-        alone.append(_gathered(torch.tensor(took))[1:])
+                own = _applied(target, held[0])
+        alone.append(_gathered(torch.tensor(own))[1:])
     middle = torch.cat(alone).median(0).values.tolist()
     return {
         "transport": "applying alone",
@@ -149,29 +150,21 @@ def _passes(versions: Sequence[Model], pause_ms: float) -> Row:
 
 
 def _applied(target: Model, chunks: Sequence[bytes]) -> tuple[float, float]:
-    start, busy = perf_counter(), process_time()
-    inverse = delta.apply_(target.tensors, chunks)
-    took = perf_counter() - start, process_time() - busy
+    seconds, busy, inverse = took(delta.apply_, target.tensors, chunks)
     inverse.undo()
-    return took
+    return seconds, busy
 
 
 def main() -> None:
     given = options(__doc__, "folder", rounds=3, output=Path)
-    torch.set_num_threads(1)  # the ranks share the cores
-    dist.init_process_group("gloo")
-    if dist.get_rank() == 0:
-        pairs(given.folder, [LR], VERSIONS)
-    dist.barrier()
-    files = pairs(given.folder, [LR], VERSIONS)[LR]
-    rows = list(steps(models(files), given.folder, given.rounds))
-    if dist.get_rank() == 0:
-        if given.output is not None:
-            head = {**machine(FOLDER=given.folder), "network": network(), "lr": LR}
-            write(given.output, head, rows)
-        show(rows[:-1], 200)
-        show(rows[-1:], 200)
-    dist.destroy_process_group()
+    with gloo() as rank:
+        if rank == 0:
+            pairs(given.folder, [LR], VERSIONS)
+        dist.barrier()
+        files = pairs(given.folder, [LR], VERSIONS)[LR]
+        rows = list(steps(models(files), given.folder, given.rounds))
+        if rank == 0:
+            report(given.output, rows, network=network(), lr=LR)
 
 
 if __name__ == "__main__":

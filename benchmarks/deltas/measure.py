@@ -25,23 +25,20 @@ for each tensor.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, median
-from time import perf_counter, process_time
+from time import process_time
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.clock import process_bytes, resident
+from benchmarks.clock import alone, process_bytes, resident, took
 from benchmarks.deltas.pairs import LEARNING_RATES, distances, pairs, tiled
-from benchmarks.deltas.ways import WAYS, Way, Weights, bits_of, found, same
+from benchmarks.deltas.ways import WAYS, Weights, bits_of, found, same
 from benchmarks.record import RESULTS, Row, machine, options, show, write
 
 VERSIONS = 4
@@ -49,9 +46,8 @@ LARGE = 500_000_000
 MEMORY_LR = 1e-6
 
 Pair = tuple[Weights, Weights]
-Took = tuple[float, float]
-"""Seconds, and processor seconds."""
-Times = dict[str, list[Took]]
+Times = dict[tuple[str, str], list[tuple[float, float]]]
+"""Seconds, and processor seconds, by ways and stages."""
 
 
 def compared(lr: float, versions: Sequence[Weights], repeats: int) -> Iterator[Row]:
@@ -70,14 +66,15 @@ def compared(lr: float, versions: Sequence[Weights], repeats: int) -> Iterator[R
         "by_one": int((every.abs() == 1).sum()) / changed,
         **_means([entropies(old, moved) for (old, _), moved in zip(both, steps, strict=True)]),
     }
-    comparisons, times = _in_turns(both, repeats)
-    for label, took in comparisons.items():
-        yield {"what": "compare", "lr": lr, "way": label, **_speed("compare", elements, took)}
+    times = _in_turns(both, repeats)
+    for label in ("torch", "numpy"):
+        speed = _speed("compare", elements, times[label, "compare"])
+        yield {"what": "compare", "lr": lr, "way": label, **speed}
     for way in WAYS:
         lengths = [sum(map(len, way.encode(now, old))) for old, now in both]
         row = {"what": "way", "lr": lr, "way": way.label, "bits": 8 * sum(lengths) / changed}
-        for stage, took in times[way.label].items():
-            row |= _speed(stage, elements, took)
+        for stage in ("encode", "apply"):
+            row |= _speed(stage, elements, times[way.label, stage])
         yield row
 
 
@@ -120,49 +117,34 @@ def _means(rows: Sequence[Row]) -> Row:
     return {name: mean(row[name] for row in rows) for name in rows[0]}
 
 
-def _in_turns(both: Sequence[Pair], repeats: int) -> tuple[Times, dict[str, Times]]:
+def _in_turns(both: Sequence[Pair], repeats: int) -> Times:
     """Return what comparisons and the stages of each way take, in turns."""
-    comparisons: Times = {"torch": [], "numpy": []}
-    times: dict[str, Times] = {way.label: {} for way in WAYS}
+    times: Times = {}
     for turn in range(-len(both), repeats):
         old, now = both[turn % len(both)]
-        found_by = {"torch": _timed(partial(found, now, old)), "numpy": _by_numpy(now, old)}
-        for label, took in found_by.items():
-            comparisons[label] += [took] if turn >= 0 else []
+        bits = [[bits_of(of[name]).numpy() for name in old] for of in (now, old)]
+        of_turn = {
+            ("torch", "compare"): took(found, now, old),
+            ("numpy", "compare"): took(_by_numpy, *bits),
+        }
         for way in WAYS:
-            message: list[bytes] = []
-            stages = {"encode": _timed(partial(_encode, way, now, old, message))}
-            stages["apply"] = _applied(way, old, now, message, check=turn < 0)
-            for stage, took in stages.items():
-                times[way.label].setdefault(stage, []).extend([took] if turn >= 0 else [])
-    return comparisons, times
+            told = took(lambda way=way: [*way.encode(now, old)])  # noqa: B023
+            target = {name: tensor.clone() for name, tensor in old.items()}
+            of_turn[way.label, "encode"] = told
+            of_turn[way.label, "apply"] = took(way.apply, target, told.result)
+            if turn < 0 and not same(target, now):
+                raise SystemExit(f"{way.label} does not make the new weights")
+        for name, one in of_turn.items() if turn >= 0 else ():
+            times.setdefault(name, []).append((one.seconds, one.cpu_s))
+    return times
 
 
-def _encode(way: Way, now: Weights, old: Weights, message: list[bytes]) -> None:
-    message += way.encode(now, old)
+def _by_numpy(now: Sequence[np.ndarray], old: Sequence[np.ndarray]) -> list[np.ndarray]:
+    return [np.flatnonzero(a != b) for a, b in zip(now, old, strict=True)]
 
 
-def _by_numpy(now: Weights, old: Weights) -> Took:
-    both = [[bits_of(of[name]).numpy() for name in old] for of in (now, old)]
-    return _timed(lambda: [np.flatnonzero(a != b) for a, b in zip(*both, strict=True)])
-
-
-def _applied(way: Way, old: Weights, now: Weights, message: Sequence[bytes], check: bool) -> Took:
-    target = {name: tensor.clone() for name, tensor in old.items()}
-    took = _timed(lambda: way.apply(target, message))
-    if check and not same(target, now):
-        raise SystemExit(f"{way.label} does not make the new weights")
-    return took
-
-
-def _timed(job: Callable[[], object]) -> Took:
-    start, busy = perf_counter(), process_time()
-    job()
-    return perf_counter() - start, process_time() - busy
-
-
-def _speed(stage: str, elements: int, took: Sequence[Took]) -> Row:
-    seconds, busy = zip(*took, strict=True)
+def _speed(stage: str, elements: int, times: Sequence[tuple[float, float]]) -> Row:
+    seconds, busy = zip(*times, strict=True)
     return {
         f"{stage}_g": elements / median(seconds) / 1e9,
         f"{stage}_cpu_g": elements / median(busy) / 1e9,
@@ -181,22 +163,16 @@ def remembered(before: Path, after: Path, elements: int) -> Iterator[Row]:
     and what is measured. Buffers are written to a file as they come, and read as they are asked
     for.
     """
-    with (
-        ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool,
-        tempfile.TemporaryDirectory() as folder,
-    ):
-        for place in range(len(WAYS)):
-            file = Path(folder) / str(place)
-            encoded = pool.submit(_encoding, place, before, after, elements, file).result()
-            applied = pool.submit(_applying, place, before, elements, file).result()
+    with tempfile.TemporaryDirectory() as folder:
+        for place, way in enumerate(WAYS):
+            file = Path(folder) / "message"
             yield {
                 "what": "memory",
-                "way": WAYS[place].label,
-                **encoded,
+                "way": way.label,
+                **alone(_encoding, place, before, after, elements, file),
                 "message_bytes": file.stat().st_size,
-                **applied,
+                **alone(_applying, place, before, elements, file),
             }
-            file.unlink()
 
 
 def _encoding(place: int, before: Path, after: Path, elements: int, file: Path) -> Row:
@@ -222,9 +198,8 @@ def _encoding(place: int, before: Path, after: Path, elements: int, file: Path) 
 def _applying(place: int, before: Path, elements: int, file: Path) -> Row:
     torch.set_num_threads(1)
     target = tiled(before, elements)
-    before_bytes, start = resident(), process_time()
-    WAYS[place].apply(target, _buffers(file))
-    busy = process_time() - start
+    before_bytes = resident()
+    busy = took(WAYS[place].apply, target, _buffers(file)).cpu_s
     return {
         "apply_peak_bytes": process_bytes("VmHWM") - before_bytes,
         "apply_cpu_g": sum(tensor.numel() for tensor in target.values()) / busy / 1e9,
@@ -247,7 +222,7 @@ def main() -> None:
         output=RESULTS / "deltas.json",
     )
     torch.set_num_threads(1)
-    origin = machine(FOLDER=given.folder)
+    origin = machine()
     files, rows = pairs(given.folder, given.lr, VERSIONS), list[Row]()
     for lr, versions in files.items():
         rows += compared(lr, [load_file(file) for file in versions], given.repeats)

@@ -1,17 +1,14 @@
 """bfloat16 weights before and after one optimiser step of real fine-tuning, for deltas of weights.
 
-    python -m benchmarks.deltas.pairs --folder F [--data WIKITEXT] [--lr 1e-6 3e-6] [--versions 4]
-
 A transformer of 17 M parameters is pretrained for 150 steps, once a folder. For each learning rate
-it is then fine-tuned: by policy gradients on continuations that it samples, or by the loss of the
-next token. After 200 steps its weights are written, and again after each further step, to
-``F/OBJECTIVE-SEED/LR/v0000.safetensors``, ``v0001.safetensors`` and so on. AdamW updates float32
-masters, with which both passes compute; what is written are the masters, rounded to bfloat16.
+it is then fine-tuned by policy gradients on continuations that it samples. After 200 steps its
+weights are written, and again after each further step, to ``FOLDER/policy-0/LR/v0000.safetensors``,
+``v0001.safetensors`` and so on. AdamW updates float32 masters, with which both passes compute; what
+is written are the masters, rounded to bfloat16.
 
-``WIKITEXT`` is the folder of ``train.txt.xz``; where there is none the tokens are random. The
-reward of a continuation is the share of lower-case letters in its words; random tokens have random
-scores. Files that are there are not made again, so each text, and each size of the model, needs a
-folder of its own.
+The text is WikiText's, where it is in ``shared/data``, else random tokens. The reward of a
+continuation is the share of lower-case letters in its words; random tokens have random scores.
+Files that are there are not made again, so each text needs a folder of its own.
 """
 
 from __future__ import annotations
@@ -20,17 +17,13 @@ import lzma
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
-from typing import Literal
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear, scaled_dot_product_attention, silu
-
-from benchmarks.record import NEEDED, options
 
 Past = list[Tensor]
 """The keys and values that a layer has seen; empty before the first."""
@@ -120,7 +113,6 @@ class Model(nn.Module):
         return tokens
 
 
-Objective = Literal["policy", "plain"]
 Weights = dict[str, Tensor]
 
 WIKITEXT = Path(__file__).parents[3] / "shared" / "data" / "wikitext-2"
@@ -132,7 +124,6 @@ PROMPTS, GROUP, PROMPT, SAMPLED = 8, 8, 16, 32
 UPDATES = 4
 """The optimiser steps that share the continuations of one round, a quarter of them each."""
 CLIP = 0.2
-EXTREMES = 3
 
 
 @dataclass(frozen=True)
@@ -143,15 +134,15 @@ class Text:
     scores: Tensor
 
 
-def read(data: Path | None, words: int, seed: int = 0) -> Text:
+def read(words: int) -> Text:
     """Return WikiText in its most frequent words, or random tokens as unevenly distributed."""
-    if data is None:
+    if not WIKITEXT.exists():
         print("no text: the tokens are random", flush=True)
-        own = torch.Generator().manual_seed(seed)
+        own = torch.Generator().manual_seed(0)
         chances = 1 / torch.arange(1.0, words + 1)
         tokens = torch.multinomial(chances, 200_000, replacement=True, generator=own)
         return Text(tokens, torch.rand(words, generator=own))
-    with lzma.open(data / "train.txt.xz", "rt", encoding="utf8") as lines:
+    with lzma.open(WIKITEXT / "train.txt.xz", "rt", encoding="utf8") as lines:
         text = [word for line in lines for word in (*line.split(), "<eos>")]
     known = ["<unk>", *(word for word, _ in Counter(text).most_common(words) if word != "<unk>")]
     number = {word: place for place, word in enumerate(known[:words])}
@@ -197,10 +188,6 @@ def _log_chances(model: Model, tokens: Tensor) -> Tensor:
     return -cross_entropy(logits.transpose(1, 2), tokens[:, PROMPT:], reduction="none")
 
 
-Losses = Callable[[Model, Text, torch.Generator], Iterator[Tensor]]
-LOSSES: dict[Objective, Losses] = {"policy": policy_losses, "plain": plain_losses}
-
-
 def train(
     model: Model, losses: Iterator[Tensor], lr_at: Callable[[int], float], steps: int
 ) -> Iterator[Tensor]:
@@ -217,14 +204,14 @@ def train(
         yield loss.detach()
 
 
-def pretrained(folder: Path, text: Text, seed: int) -> Model:
+def pretrained(folder: Path, text: Text) -> Model:
     """Return a model that has been pretrained for a little, from the folder if it is there."""
-    torch.manual_seed(seed)
-    model, file = Model(Config()), folder / f"pretrained-{seed}.safetensors"
+    torch.manual_seed(0)
+    model, file = Model(Config()), folder / "pretrained-0.safetensors"
     if file.exists():
         model.load_state_dict(load_file(file))
         return model
-    losses = plain_losses(model, text, torch.Generator().manual_seed(seed))
+    losses = plain_losses(model, text, torch.Generator().manual_seed(0))
     ramp = [min(1, (step + 1) / RAMP) * PRETRAINING_LR for step in range(PRETRAINING)]
     for step, loss in enumerate(train(model, losses, ramp.__getitem__, PRETRAINING), 1):
         if step % 50 == 0 or step == 1:
@@ -241,37 +228,27 @@ def _save(weights: Weights, file: Path) -> None:
     unfinished.replace(file)
 
 
-def pairs(
-    folder: Path,
-    learning_rates: Sequence[float] = LEARNING_RATES,
-    versions: int = 2,
-    objective: Objective = "policy",
-    seed: int = 0,
-    data: Path | None = None,
-) -> dict[float, list[Path]]:
-    """Return files of consecutive versions by learning rate; those that are missing are made.
-
-    ``data`` is the folder of the text; None for `WIKITEXT` if it is there, else random tokens.
-    """
-    parent = folder / f"{objective}-{seed}"
+def pairs(folder: Path, learning_rates: Sequence[float], versions: int) -> dict[float, list[Path]]:
+    """Return files of consecutive versions by learning rate; those that are missing are made."""
     found = {
-        lr: [parent / f"{lr:g}" / f"v{version:04}.safetensors" for version in range(versions)]
+        lr: [
+            folder / "policy-0" / f"{lr:g}" / f"v{version:04}.safetensors"
+            for version in range(versions)
+        ]
         for lr in learning_rates
     }
     missing = [lr for lr in found if not all(file.exists() for file in found[lr])]
     if missing:
-        text = read(data or (WIKITEXT if WIKITEXT.exists() else None), Config().words)
+        text = read(Config().words)
     for lr in missing:
-        _tune(pretrained(folder, text, seed), LOSSES[objective], text, lr, found[lr], seed)
+        _tune(pretrained(folder, text), text, lr, found[lr])
     return found
 
 
-def _tune(
-    model: Model, losses_of: Losses, text: Text, lr: float, files: Sequence[Path], seed: int
-) -> None:
+def _tune(model: Model, text: Text, lr: float, files: Sequence[Path]) -> None:
     """Fine-tune a model, and write its last versions, one a file."""
     steps, started = WARM_IN + len(files) - 1, perf_counter()
-    losses = losses_of(model, text, torch.Generator().manual_seed(seed))
+    losses = policy_losses(model, text, torch.Generator().manual_seed(0))
     for step, _ in enumerate(train(model, losses, lambda _: lr, steps), 1):
         if step >= WARM_IN:
             rounded = {name: one.bfloat16() for name, one in model.state_dict().items()}
@@ -295,38 +272,3 @@ def distances(before: Tensor, after: Tensor) -> Tensor:
 
 def _ordered(bits: Tensor) -> Tensor:
     return torch.where(bits < 0, ~(bits & 0x7FFF), bits)
-
-
-def figures(before: Weights, after: Weights) -> str:
-    """Say what share of the weights differ, what share of these by 1 ULP, and where."""
-    moved = {name: distances(before[name], after[name]) for name in before}
-    everything = torch.cat([one.flatten() for one in moved.values()])
-    changed = everything[everything != 0]
-    shares = sorted((float((one != 0).double().mean()), name) for name, one in moved.items())
-    ends = [f"{share:.3%} {name}" for share, name in shares[:EXTREMES] + shares[-EXTREMES:]]
-    near = float((changed.abs() == 1).double().mean())
-    return (
-        f"changed {len(changed) / len(everything):.3%}, {near:.1%} of these by 1 ULP; "
-        f"least and most: {', '.join(ends)}"
-    )
-
-
-def main() -> None:
-    given = options(
-        __doc__,
-        folder=NEEDED,
-        data=Path,
-        lr=LEARNING_RATES,
-        versions=2,
-        objective={"choices": LOSSES, "default": "policy"},
-        seed=0,
-    )
-    for lr in given.lr:
-        files = pairs(given.folder, [lr], given.versions, given.objective, given.seed, given.data)
-        weights = [load_file(file) for file in files[lr]]
-        for version, (before, after) in enumerate(pairwise(weights)):
-            print(f"lr {lr:g}, v{version:04}: {figures(before, after)}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

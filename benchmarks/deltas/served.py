@@ -22,12 +22,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from statistics import median
-from time import process_time
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.clock import took
 from benchmarks.deltas.measure import entropy
 from benchmarks.deltas.pairs import pairs
 from benchmarks.deltas.ways import Dense, Gaps, Plain, Sparcel, Way, Weights, bits_of, same
@@ -85,11 +85,6 @@ def mxfp4(name: str, weight: Tensor) -> Weights:
     return {f"{name}_blocks": packed, f"{name}_scales": scales}
 
 
-def widened(name: str, weight: Tensor) -> Weights:
-    """Float32 that holds bfloat16."""
-    return {name: weight}
-
-
 CASTS: dict[str, Callable[[str, Tensor], Weights]] = {
     "int8 rows": int8_rows,
     "fp8 blocks": fp8_blocks,
@@ -97,7 +92,7 @@ CASTS: dict[str, Callable[[str, Tensor], Weights]] = {
     "int4 by 128": int4_groups,
     "nvfp4": nvfp4,
     "mxfp4": mxfp4,
-    "float32 of bf16": widened,
+    "float32 of bf16": lambda name, weight: {name: weight},
 }
 
 
@@ -154,18 +149,16 @@ def served(how: str, lr: float, weights: Sequence[Weights], repeats: int) -> Row
         for turn in range(repeats):
             old, now = both[turn % len(both)]
             target = {name: tensor.clone() for name, tensor in old.items()}
-            start = process_time()
-            message = list(way.encode(now, old))
-            middle = process_time()
-            way.apply(target, message)
-            times.append((middle - start, process_time() - middle))
+            told = took(lambda way=way, both=(now, old): [*way.encode(*both)])
+            message = told.result
+            times.append((told.cpu_s, took(way.apply, target, message).cpu_s))
             if turn < len(both):
                 size += sum(map(len, message))
                 if not same(target, now):
                     raise SystemExit(f"{way.label} does not make the new weights of {how}")
         row["bits"][way.label] = 8 * size / changed
-        for stage, took in zip(("encode_g", "apply_g"), zip(*times, strict=True), strict=True):
-            row[stage][way.label] = elements / median(took) / 1e9
+        for stage, busy in zip(("encode_g", "apply_g"), zip(*times, strict=True), strict=True):
+            row[stage][way.label] = elements / median(busy) / 1e9
     return row
 
 
@@ -197,7 +190,7 @@ def main() -> None:
         __doc__, "folder", lr=LEARNING_RATES, repeats=9, output=RESULTS / "deltas_served.json"
     )
     torch.set_num_threads(1)
-    origin, rows = machine(FOLDER=given.folder), list[Row]()
+    origin, rows = machine(), list[Row]()
     for lr, files in pairs(given.folder, given.lr, VERSIONS).items():
         versions = [load_file(file) for file in files]
         for how in ("bf16", *CASTS):

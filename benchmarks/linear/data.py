@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import lzma
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import scipy.sparse as sp
 
+from benchmarks.clock import took
 from benchmarks.record import Row
 from sparcel.core.comm import Communicator
 from sparcel.products.linear.trainer import Examples
@@ -111,11 +111,8 @@ def texts(rows: Rows, first: int, digits: int = 6) -> Iterator[tuple[str, str]]:
 
 def timed(call: Callable[[], object]) -> Row:
     """Return what a call takes, and how many processes wanted to run."""
-    start, cpu = time.perf_counter(), time.process_time()
-    kept = call()
-    row = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
-    del kept
-    return row | {"load": os.getloadavg()[0]}
+    seconds, busy, _ = took(call)
+    return {"seconds": seconds, "cpu_seconds": busy, "load": os.getloadavg()[0]}
 
 
 def _urls(data: Path) -> Iterator[tuple[str, list[tuple[str, str]]]]:

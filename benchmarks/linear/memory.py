@@ -2,11 +2,11 @@
 
     python -m benchmarks.linear.memory --output benchmarks/results/linear_memory.json
 
-``--work`` is the folder of `linear_data.make`. Each run is one of real processes, whose memory is
+``--work`` has the URLs as `models.py` made them. Each run is one of real processes, whose memory is
 read from /proc every few milliseconds: anonymous and shared pages, so that clean pages of a mapped
 cache do not count. What the same run takes for two rows is subtracted: Python, torch and the
 connections. ``budget_bytes`` is what a rank may take: 8 bytes an entry and 16 a row (its offset and
-its label), three vectors of the model's size, and one more each for AdaGrad and averages.
+its label), and four vectors of the model's size, one of them AdaGrad's. The record has some more.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
-from benchmarks.linear.data import SETS, WORK, place_of, rows_of
-from benchmarks.record import RESULTS, Row, add, among, itself, machine, options, show
-from benchmarks.record import rows_of as recorded
+from benchmarks.linear.data import SETS, WORK, rows_of
+from benchmarks.record import RESULTS, Row, grid, itself, options, run_here
 from sparcel.products.linear import SparseLogisticRegression
 from sparcel.products.rows import HashedNGrams, shard
 
@@ -34,33 +33,10 @@ ENDS = {"Data:": "arranging", "Rows read": "training", "Model:": "end"}
 """How lines of the command begin, and the phase after them; the last epoch begins ``saving``."""
 
 
-@dataclass(frozen=True)
-class Arm:
-    """One way to train."""
-
-    label: str
-    options: tuple[str, ...] = ()
-    ranks: int = 1
-    cache: bool = False
-    estimator: bool = False
-
-
-L1, AVERAGE = ("--l1", "1e-7"), ("--average",)
-ARMS = [
-    Arm("text"),
-    Arm("cache", cache=True),
-    Arm("cache, L1", L1, cache=True),
-    Arm("cache, averaged", AVERAGE, cache=True),
-    Arm("text, sharded", ranks=4),
-    Arm("cache, sharded", ranks=4, cache=True),
-    Arm("cache, sharded, L1", L1, 4, cache=True),
-    Arm("cache, sharded, averaged", AVERAGE, 4, cache=True),
-    Arm("cache, auto", ("--algorithm", "auto"), 4, cache=True),
-    Arm("cache, auto, averaged", ("--algorithm", "auto", *AVERAGE), 4, cache=True),
-    Arm("estimator", cache=True, estimator=True),
-    Arm("estimator, sharded", ranks=4, cache=True, estimator=True),
-]
-EPOCHS = 2
+ARMS = {"text": 1, "cache": 1, "text, sharded": 4, "cache, sharded": 4, "estimator": 1}
+"""Ways to train, and ranks. An estimator's rows are mapped from a cache, too."""
+URLS = SETS["urls"]
+EPOCHS, VECTORS = 2, 4
 
 
 def memory(process: int) -> int:
@@ -110,67 +86,54 @@ def run(command: list[str], ranks: int) -> dict[str, list[int]]:
     return peaks
 
 
-def command_of(arm: Arm, name: str, work: Path, file: Path, cache: Path, out: Path) -> list[str]:
-    """Return the command that trains so with a file, or its cache."""
-    if arm.estimator:
-        return [sys.executable, *itself(), "--work", str(work), "--estimator", name]
-    ngrams = SETS[name].ngrams
-    low, high = ngrams.ngram_range
+def command_of(arm: str, work: Path, folder: Path, few: bool) -> list[str]:
+    """Return the command that trains so, or in few dimensions with few rows."""
+    if arm == "estimator":
+        command = [sys.executable, *itself(), "--work", str(work), "--estimator"]
+        return command + ["--few"] * few
+    file = folder / "few.tsv" if few else URLS.file(work, "train")
+    low, high = URLS.ngrams.ngram_range
+    dimensions, out = 64 if few else URLS.ngrams.dimensions, folder / "model.npz"
     return [
         *(sys.executable, "-u", "-m", "sparcel", "linear", "fit", str(file)),
-        *("--ngrams", f"{ngrams.analyzer}:{low}-{high}", "--dimensions", str(ngrams.dimensions)),
+        *("--ngrams", f"{URLS.ngrams.analyzer}:{low}-{high}", "--dimensions", str(dimensions)),
         *("--epochs", str(EPOCHS), "--out", str(out)),
         *("--checkpoint", str(out.with_suffix(".state"))),
-        *(("--cache", str(cache)) if arm.cache else ()),
-        *arm.options,
+        *(("--cache", str(folder / f"{file.stem}.rows")) if arm.startswith("cache") else ()),
     ]
 
 
-def measure(arm: Arm, name: str, work: Path, folder: Path) -> Row:
+def measure(work: Path, folder: Path, label: str, set: str) -> Row:
     """Return the row of a run: its peaks beside its budget."""
-    one, whole, few = SETS[name], rows_of(SETS[name], work, "train"), folder / "few.tsv"
-    few.write_text("label\ttext\na\tx\nb\ty\n")
-    file, cache, out = one.file(work, "train"), folder / f"{name}.rows", folder / "model.npz"
-    if arm.cache and not arm.estimator and not cache.exists():
-        run(command_of(arm, name, work, file, cache, out), 1)  # makes the cache
-    bare_command = command_of(arm, name, work, few, folder / "few.rows", out)
-    if arm.estimator:
-        bare_command = [*bare_command, "--few"]
-    bare = max(max(peaks) for peaks in run(small(bare_command), arm.ranks).values())
-    found = run(command_of(arm, name, work, file, cache, out), arm.ranks)
-    parts = [shard(whole, rank, arm.ranks) for rank in range(arm.ranks)]
+    ranks, cache = ARMS[label], label.startswith(("cache", "estimator"))
+    (folder / "few.tsv").write_text("label\ttext\na\tx\nb\ty\n")
+    command = command_of(label, work, folder, few=False)
+    if label.startswith("cache"):
+        run(command, 1)  # makes the cache
+    few = run(command_of(label, work, folder, few=True), ranks)
+    bare = max(max(peaks) for peaks in few.values())
+    peaks = {phase: max(0, max(own) - bare) for phase, own in run(command, ranks).items()}
+    whole = rows_of(URLS, work, "train")
+    parts = [shard(whole, rank, ranks) for rank in range(ranks)]
     parsed = max(8 * part.nnz + 16 * len(part) for part in parts)
-    vectors = 4 + ("--average" in arm.options)
-    peaks = {phase: max(0, max(own) - bare) for phase, own in found.items()}
-    budget = parsed + vectors * 4 * whole.dimensions
     return {
-        "set": name,
-        **{key: value for key, value in asdict(arm).items() if key != "options"},
-        "options": " ".join(arm.options),
+        "ranks": ranks,
+        "cache": cache,
+        "estimator": label == "estimator",
+        "options": "",
         "parsed_bytes": parsed,
         "vector_bytes": 4 * whole.dimensions,
-        "vectors": vectors,
-        "budget_bytes": budget,
+        "vectors": VECTORS,
+        "budget_bytes": parsed + VECTORS * 4 * whole.dimensions,
         "bare_bytes": bare,
         "peak_bytes": max(peaks.values()),
         "peaks": peaks,
     }
 
 
-def small(command: list[str]) -> list[str]:
-    """Return a command with few dimensions."""
-    if "--dimensions" not in command:
-        return command
-    at = command.index("--dimensions") + 1
-    return [*command[:at], "64", *command[at + 1 :]]
-
-
-def estimate(name: str, work: Path, few: bool) -> None:
-    """Fit an estimator to a rank's share of the rows."""
-    from sparcel.core.comm import world
-
-    comm, rows = world(), rows_of(SETS[name], work, "train")
-    rows = shard(rows, *place_of(comm))
+def estimate(work: Path, few: bool) -> None:
+    """Fit an estimator to the rows."""
+    rows = rows_of(URLS, work, "train")
     if few:
         rows = HashedNGrams(dimensions=64).rows(["a word", "another"], ["x", "y"])
     print("Data:", flush=True)
@@ -180,29 +143,19 @@ def estimate(name: str, work: Path, few: bool) -> None:
 
 def main() -> None:
     """Measure the arms that the output lacks, or be a process of one."""
-    arguments = options(
+    told = options(
         __doc__,
         work=WORK,
-        sets=among(SETS),
-        arms={"nargs": "+"},
         output=RESULTS / "linear_memory.json",
-        estimator=str,  # these two tell a process what to do
+        estimator=False,  # these two tell a process what to do
         few=False,
     )
-    if arguments.estimator:
-        estimate(arguments.estimator, arguments.work, arguments.few)
+    if told.estimator:
+        estimate(told.work, told.few)
         return
-    rows, origin = recorded(arguments.output), machine()
-    known = {(row["set"], row["label"]) for row in rows}
     with tempfile.TemporaryDirectory() as folder:
-        for name in arguments.sets:
-            for arm in ARMS:
-                wanted = arguments.arms is None or arm.label in arguments.arms
-                if not wanted or (name, arm.label) in known:
-                    continue
-                row = measure(arm, name, arguments.work, Path(folder))
-                add(arguments.output, origin, rows, row)
-                show([row | row["peaks"]])
+        jobs = grid(set=[URLS.name], label=ARMS)
+        run_here(told.output, partial(measure, told.work, Path(folder)), jobs)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,8 @@ the rows, which ``before_s`` tells.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -25,9 +24,10 @@ import scipy.sparse as sp
 import torch
 from sklearn.linear_model import LogisticRegression
 
+from benchmarks.clock import took
 from benchmarks.linear.data import SETS, examples, place_of, rows_of
 from benchmarks.linear.data import matrix as matrix_of
-from benchmarks.record import NEEDED, Row, machine, options, write
+from benchmarks.record import NEEDED, Row, options, run_here
 from benchmarks.record import rows_of as recorded
 from sparcel.core.comm import Communicator, world
 from sparcel.products.linear.coordinate_descent import Scd
@@ -36,7 +36,7 @@ from sparcel.products.linear.ranks import gathered
 from sparcel.products.linear.trainer import Settings
 from sparcel.products.rows import Rows, shard
 
-L2 = 1e-6
+L2, LIBLINEAR = 1e-6, "liblinear"
 
 ETA0 = 0.5
 """AdaGrad's first step, chosen among 0.2 to 2 for this objective; coordinate descent has no such
@@ -80,34 +80,30 @@ def objective(
 def liblinear(rows: Rows, tolerance: float) -> Row:
     """Return the optimum as scikit-learn finds it."""
     matrix, targets = matrix_of(rows).astype(np.float64), examples(rows).targets
-    start, cpu = time.perf_counter(), time.process_time()
     model = LogisticRegression(
         C=1 / (L2 * len(rows)),
         solver="liblinear",
         fit_intercept=False,
         tol=tolerance,
         max_iter=1000,
-    ).fit(matrix, targets)
-    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    )
+    seconds, busy, _ = took(model.fit, matrix, targets)
     found = objective(model.coef_[0], matrix, targets, None)
-    return {"tolerance": tolerance, "seconds": seconds, "cpu_seconds": cpu, "objective": found}
+    return {"tolerance": tolerance, "seconds": seconds, "cpu_seconds": busy, "objective": found}
 
 
 def trained(arm: Arm, rows: Rows, target: float, comm: Communicator | None) -> Row:
     """Train until the objective is at most ``target``; all ranks call, and return the worst."""
-    start = time.perf_counter()
     settings = Settings(**{"l2": L2, "tol": None, "fit_intercept": False, **arm.settings})
     own = examples(rows)
     make = Scd if settings.solver == "scd" else prepare
-    trainer = make(own, settings, comm)
-    before, matrix = time.perf_counter() - start, matrix_of(rows).astype(np.float64)
+    before, _, trainer = took(make, own, settings, comm)
+    matrix = matrix_of(rows).astype(np.float64)
     epochs: list[tuple[float, float, float, float]] = []
     objectives: list[float] = []
     while len(epochs) < arm.epochs and not (objectives and objectives[-1] <= target):
-        cpu = time.process_time()
-        one = trainer.epoch()
-        cpu = time.process_time() - cpu
-        epochs.append((one.seconds, one.communication_seconds, cpu, one.volume))
+        _, busy, one = took(trainer.epoch)
+        epochs.append((one.seconds, one.communication_seconds, busy, one.volume))
         coordinates = trainer.read()[0][:, 0].astype(np.float64)
         objectives.append(objective(coordinates, matrix, own.targets, comm))
     worst = np.max(gathered(comm, np.sum(epochs, axis=0).tolist(), "times"), axis=0).tolist()
@@ -124,33 +120,28 @@ def trained(arm: Arm, rows: Rows, target: float, comm: Communicator | None) -> R
 
 def main() -> None:
     """Run what is not recorded yet: liblinear and sparcel alone, or sparcel on many ranks."""
-    arguments = options(
-        __doc__, "work", gap=1e-4, tolerance=1e-4, arms={"nargs": "+"}, output=NEEDED
-    )
+    arguments = options(__doc__, "work", gap=1e-4, tolerance=1e-4, output=NEEDED)
     torch.set_num_threads(1)
-    comm = world()
+    comm, whole = world(), rows_of(SETS["urls"], arguments.work, "train-compact")
     rank, ranks = place_of(comm)
-    whole, rows = rows_of(SETS["urls"], arguments.work, "train-compact"), recorded(arguments.output)
-    gathered(comm, None, "start")  # all have read what rank 0 will write
-    known, origin = {(row["nodes"], row["arm"]): row for row in rows}, machine()
+    own, by_label = shard(whole, rank, ranks), {arm.label: arm for arm in arms(ranks)}
 
-    def run(label: str, measure: Any) -> None:
-        if (ranks, label) in known:
-            return
-        rows.append({"nodes": ranks, "arm": label, **measure()})
-        known[ranks, label] = rows[-1]
-        if rank == 0:
-            told = {name: value for name, value in rows[-1].items() if name != "objectives"}
-            print(told, flush=True)
-            write(arguments.output, origin, rows)
+    @cache
+    def target() -> float:
+        (known,) = (row for row in recorded(arguments.output) if row["arm"] == LIBLINEAR)
+        return float(known["objective"]) + arguments.gap
 
-    if ranks == 1:
-        run("liblinear", partial(liblinear, whole, arguments.tolerance))
-    target = known[1, "liblinear"]["objective"] + arguments.gap
-    own = shard(whole, rank, ranks)
-    for arm in arms(ranks):
-        if arguments.arms is None or arm.label in arguments.arms:
-            run(arm.label, partial(trained, arm, own, target, comm))
+    def run(arm: str, nodes: int) -> Row:
+        if arm == LIBLINEAR:
+            return liblinear(whole, arguments.tolerance)
+        return trained(by_label[arm], own, target(), comm)
+
+    if ranks > 1:
+        target()  # before rank 0 writes
+
+    labels = [*([LIBLINEAR] if ranks == 1 else ()), *by_label]
+    jobs = [{"nodes": ranks, "arm": label} for label in labels]
+    run_here(arguments.output, run, jobs, rank, lambda: gathered(comm, None, "start"))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -25,7 +26,7 @@ from unittest.mock import patch
 import numpy as np
 
 from benchmarks.linear.data import SETS, WORK, examples, rows_of
-from benchmarks.record import NEEDED, Row, among, extend, options
+from benchmarks.record import NEEDED, Row, among, options, run_here
 from sparcel import simulate
 from sparcel.core.comm import Network
 from sparcel.core.comm.simulated import Report, SimulatedCommunicator
@@ -122,13 +123,7 @@ def main() -> None:
     """Run the jobs that the record lacks, one after the other."""
     arguments = options(__doc__, work=WORK, sets=among(SETS), output=NEEDED)
     jobs = [job for job in JOBS if job["set"] in arguments.sets]
-    for row in extend(arguments.output, measure, arguments.work, jobs, 1):
-        told = ", ".join(
-            f"{name} {np.median(one['seconds']):.4f} s"
-            f" ({np.median(one['communication_seconds']):.4f} s)"
-            for name, one in row["networks"].items()
-        )
-        print(f"{row['set']}, {row['ranks']} ranks, {row['algorithm']}: {told}", flush=True)
+    run_here(arguments.output, partial(measure, arguments.work), jobs)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -34,15 +33,15 @@ from pyspark.ml.classification import LogisticRegression
 from pyspark.sql import SparkSession
 from torch.distributed import TCPStore
 
+from benchmarks.clock import crossed, took
 from benchmarks.linear.data import SETS, examples, matrix, place_of, rows_of, texts
-from benchmarks.record import NEEDED, Row, itself, machine, options, write
+from benchmarks.record import NEEDED, Row, add, in_lab, machine, options, tell
 from benchmarks.record import rows_of as recorded
 from sparcel.core.comm import world
 from sparcel.products.linear.gradient_descent import prepare
 from sparcel.products.linear.ranks import gathered
 from sparcel.products.linear.trainer import Settings
 from sparcel.products.rows import shard
-from sparcel.tools.lab import link_bytes
 
 URLS = SETS["urls"]
 ROWS_A_STEP = 8000
@@ -120,20 +119,15 @@ def executor_memory(nodes: int) -> int:
     return EXECUTOR_MEMORY if nodes > 1 else MOST_EXECUTOR_MEMORY
 
 
-def carried() -> int:
-    """Return the bytes that this node's link has carried, the larger of both directions."""
-    return max(link_bytes() or (0, 0))
-
-
 def timed(fit: Callable[[int], Any], iterations: int) -> tuple[Any, Row]:
     """Return the model of a fit, and the seconds and bytes of one of its iterations."""
-    took = []
     fit(SHORT)  # compiles what the timed ones run
+    figures = []
     for count in (SHORT, iterations):
-        start, before = time.perf_counter(), carried()
-        model = fit(count)
-        took.append(np.array([time.perf_counter() - start, carried() - before]))
-    seconds, sent = (took[1] - took[0]) / (iterations - SHORT)
+        before = crossed()
+        seconds, _, model = took(fit, count)
+        figures.append(np.array([seconds, crossed() - before]))
+    seconds, sent = (figures[1] - figures[0]) / (iterations - SHORT)
     return model, {
         "iterations": iterations,
         "iteration_seconds": float(seconds),
@@ -154,12 +148,12 @@ def sgd(spark: SparkSession, file: Path, rows: int, nodes: int, steps: int) -> R
         solver.optimizer().setConvergenceTol(0.0)
         return solver.run(points)
 
-    model, took = timed(fit, steps)
+    model, times = timed(fit, steps)
     points.unpersist(True)
     return {
         "solver": "Spark MLlib, mini-batch SGD",
         "iterations_an_epoch": 1 / fraction,
-        **took,
+        **times,
         **judged(np.array(model.weights().toArray()), model.intercept(), file.parent),
     }
 
@@ -175,12 +169,12 @@ def l_bfgs(spark: SparkSession, file: Path, nodes: int, iterations: int) -> Row:
             data
         )
 
-    model, took = timed(fit, iterations)
+    model, times = timed(fit, iterations)
     data.unpersist(True)
     return {
         "solver": "Spark MLlib, L-BFGS",
         "iterations_an_epoch": 1,
-        **took,
+        **times,
         **judged(model.coefficients.toArray(), model.intercept, file.parent),
     }
 
@@ -237,10 +231,10 @@ def node(arguments: argparse.Namespace) -> None:
         store.wait(["done"])
     if rank == 0:
         place = {"nodes": nodes, "network": os.environ["SPARCEL_LAB_RATE_BITS_PER_S"]}
-        about = {**place, "commit": origin["commit"], "date": origin["date"]}
         rows = [row for row in recorded(arguments.output) if row["nodes"] != nodes]
-        write(arguments.output, origin, [*rows, *({**about, **row} for row in found)])
-        print(*found, sep="\n")
+        for row in found:
+            add(arguments.output, origin, rows, {**place, **row})
+            tell(row)
 
 
 def address_towards(other: str) -> str:
@@ -267,9 +261,7 @@ def main() -> None:
         return
     svmlight(arguments.work, "train")
     for nodes in arguments.nodes:
-        lab = [sys.executable, "-m", "sparcel", "lab", "run", "--nodes", str(nodes)]
-        command = [sys.executable, *itself(), *sys.argv[1:], "--in-lab"]
-        subprocess.run([*lab, "--rate", arguments.rate, "--", *command], check=True)
+        in_lab(nodes, arguments.rate, *sys.argv[1:], "--in-lab")
 
 
 if __name__ == "__main__":

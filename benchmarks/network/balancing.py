@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import sparcel
 from benchmarks.network.scale import ETHERNET
-from benchmarks.record import machine, options, show, write
+from benchmarks.record import options, report
 from benchmarks.training.models import Words
 from sparcel import SparseStream
 from sparcel.core import patterns
@@ -111,9 +111,7 @@ def main() -> None:
     vectors = map(accumulated, range(max(told.ranks)))
     own = [sparcel.topk(one, int(DENSITY * one.numel())) for one in vectors]
     rows = [row for ranks in told.ranks for row in measured(own[:ranks], own[0].nnz)]
-    show(rows)
-    if told.output is not None:
-        write(told.output, {**machine(), "size": own[0].size, "k": own[0].nnz}, rows)
+    report(told.output, rows, size=own[0].size, k=own[0].nnz)
 
 
 if __name__ == "__main__":

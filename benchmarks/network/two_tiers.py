@@ -42,7 +42,7 @@ from torch import Tensor
 from benchmarks.clock import Clock
 from benchmarks.network.tree import tree_all_reduce
 from benchmarks.pages.tables import table
-from benchmarks.record import Row, machine, network, options, rows_of, show, write
+from benchmarks.record import Row, network, options, report, rows_of
 from sparcel import scheme, simulate
 from sparcel.core import units
 from sparcel.core.comm import Communicator
@@ -243,7 +243,7 @@ def main() -> None:
     )
     if arguments.count:
         rows = [count(name, *grid) for grid in GRIDS for name in METHODS]
-        write(arguments.output, {**machine(), "size": COUNTED, "density": DENSITY}, rows)
+        report(arguments.output, rows, size=COUNTED, density=DENSITY)
         return
     torch.set_num_threads(1)  # the ranks share the cores
     breakdown = arguments.breakdown
@@ -257,11 +257,9 @@ def main() -> None:
             ranks = Ranks(engine, size, dtype, int(os.environ["LOCAL_WORLD_SIZE"]))
             jobs = [(name, density) for density in densities for name in methods]
             rows += measure(ranks, jobs, arguments.rounds, arguments.repeats)
-            if not engine.comm.rank:
-                show(rows[-len(jobs) :])
             del ranks
-        if engine.comm.rank == 0 and arguments.output is not None:
-            write(arguments.output, {**machine(), "network": network()}, rows)
+        if engine.comm.rank == 0:
+            report(arguments.output, rows, network=network())
 
 
 if __name__ == "__main__":

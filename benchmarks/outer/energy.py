@@ -9,14 +9,13 @@ SparseLoCo selects.
 
 from __future__ import annotations
 
-import sys
 from copy import deepcopy
 from pathlib import Path
 
 import torch
 
 from benchmarks.outer.training import ISLAND_TASKS, Curve
-from benchmarks.record import RESULTS, Row, machine, show, write
+from benchmarks.record import RESULTS, Row, options, report
 from benchmarks.training.tasks import batches, loss_of
 
 WARM = {"text": 1000, "text, Muon": 1000, "words": 300, "wide words": 200}
@@ -32,12 +31,7 @@ def measured(data: Path, name: str) -> Row:
     for batch in batches(len(split.y_train), task.batch, EVERY, 0):
         model.zero_grad()
         loss_of(model, split.x_train[batch], split.y_train[batch]).backward()
-        if task.clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), task.clip)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = task.lr
-            optimizer.step()
+        task.update(model, optimizers, task.steps // 20)  # where the rate is the largest
     pairs = zip(model.parameters(), curve.model.parameters(), strict=True)
     energy = torch.cat([(after - before).detach().flatten() for after, before in pairs]).square()
     total, size = energy.sum(), energy.numel()
@@ -53,10 +47,8 @@ def measured(data: Path, name: str) -> Row:
 
 def main() -> None:
     torch.set_num_threads(1)
-    data = Path(sys.argv[1])
-    rows = [measured(data, name) for name in WARM]
-    write(RESULTS / "outer_energy.json", machine(DATA=data), rows)
-    show(rows)
+    data = options(__doc__, "data").data
+    report(RESULTS / "outer_energy.json", [measured(data, name) for name in WARM])
 
 
 if __name__ == "__main__":

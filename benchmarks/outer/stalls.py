@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import sparcel.outer
-from benchmarks.record import RESULTS, Row, machine, show, write
+from benchmarks.record import RESULTS, Row, grid, report
 from sparcel.products.outer.method import METHODS
 from sparcel.tools.lab import EmulatedNetwork, Line, Link, Workers
 
@@ -79,13 +79,8 @@ def main() -> None:
     if "--island" in sys.argv:
         island(sys.argv[-2], int(sys.argv[-1]))
         return
-    rows = [
-        {"method": method, "overlap": overlap, **measured(method, overlap)}
-        for method in METHODS_USED
-        for overlap in OVERLAPS
-    ]
-    write(RESULTS / "outer_stalls.json", machine(), rows)
-    show(rows)
+    jobs = grid(method=METHODS_USED, overlap=OVERLAPS)
+    report(RESULTS / "outer_stalls.json", [job | measured(**job) for job in jobs])
 
 
 if __name__ == "__main__":

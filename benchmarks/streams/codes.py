@@ -10,15 +10,14 @@ choice of coordinates, ``value_bits`` count scales. A message that travels dense
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
 
 import torch
 
-from benchmarks.clock import in_turns
-from benchmarks.record import RESULTS, Row, machine, options, show, write
+from benchmarks.clock import Took, in_turns, took
+from benchmarks.record import RESULTS, Row, options, report
 from sparcel import SparseStream
 from sparcel.core.formats import Format, decode, format_named
 
@@ -31,8 +30,7 @@ def main() -> None:
     given = options(__doc__, repeats=15, output=RESULTS / "codes.json")
     torch.set_num_threads(1)
     rows = [row for density in DENSITIES for row in measured(density, given.repeats)]
-    show(rows)
-    write(given.output, machine(), rows)
+    report(given.output, rows)
 
 
 def measured(density: float, repeats: int) -> list[Row]:
@@ -41,12 +39,13 @@ def measured(density: float, repeats: int) -> list[Row]:
     indices = (torch.rand(SIZE) < density).nonzero().squeeze(1).int()
     stream = SparseStream(indices, torch.randn(indices.numel()), SIZE)
     formats = [format_named(name) for name in FORMATS]
-    jobs: dict[tuple[str, str], Callable[[], float]] = {}
+    jobs: dict[tuple[str, str], Callable[[], Took]] = {}
     for format in formats:
         message = format.encode(stream).message
-        jobs["encode", format.name] = partial(seconds, partial(format.encode, stream))
-        jobs["decode", format.name] = partial(seconds, partial(decode, message))
-    took = {name: 1e9 * median(each) for name, each in in_turns(jobs, repeats, 0).items()}
+        jobs["encode", format.name] = partial(took, format.encode, stream)
+        jobs["decode", format.name] = partial(took, decode, message)
+    turns = in_turns(jobs, repeats, 0)
+    ns = {name: 1e9 * median(one.seconds for one in each) for name, each in turns.items()}
     share = stream.nnz / SIZE
     entropy = -math.log2(share) - (1 - share) / share * math.log2(1 - share)
     return [
@@ -56,7 +55,7 @@ def measured(density: float, repeats: int) -> list[Row]:
             "format": format.name,
             "entropy": entropy,
             **bits(format, stream),
-            **{f"{way}_ns": took[way, format.name] / stream.nnz for way in ("encode", "decode")},
+            **{f"{way}_ns": ns[way, format.name] / stream.nnz for way in ("encode", "decode")},
         }
         for format in formats
     ]
@@ -67,12 +66,6 @@ def bits(format: Format, stream: SparseStream) -> Row:
     indices = format.index_code.nbytes(stream.nnz, stream.size)
     values = sum(format.value_code.part_bytes(stream.nnz, stream.dtype.itemsize))
     return {"index_bits": 8 * indices / stream.nnz, "value_bits": 8 * values / stream.nnz}
-
-
-def seconds(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from itertools import product
 import torch
 
 import sparcel
-from benchmarks.record import RESULTS, Row, machine, rule_of, show, write
+from benchmarks.record import RESULTS, Row, report, rule_of
 from sparcel.core.comm import Communicator
 
 RANKS, SIZE, STEPS, EVERY = 8, 1 << 14, 200, 50
@@ -45,9 +45,7 @@ def main() -> None:
         grown = [round(a / b, 3) for a, b in zip(rounded, plain, strict=True)]
         rule = rule_of("sparcml", settings)
         rows.append({"scheme": "sparcml", "settings": settings, "rule": rule, "grown": grown})
-        print(density, bits, grown, flush=True)
-    write(RESULTS / "rounding.json", {**machine(), "steps": STEPS}, rows)
-    show(rows)
+    report(RESULTS / "rounding.json", rows, steps=STEPS)
 
 
 if __name__ == "__main__":

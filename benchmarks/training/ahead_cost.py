@@ -12,17 +12,17 @@ the forward passes differ by, for each parameter.
 from __future__ import annotations
 
 import os
+from itertools import product
 from statistics import median
 from time import process_time
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
-from benchmarks.clock import in_turns
-from benchmarks.record import RESULTS, Row, machine, show, write
+from benchmarks.clock import gloo, in_turns
+from benchmarks.record import RESULTS, Row, report
 
 WIDTHS, BATCH, STEPS, WARM_UP = (512, 1024, 2048, 4096), 64, 41, 5
 WIDEST_MUON = 1024
@@ -70,18 +70,15 @@ def row(width: int, optimizer: str) -> Row:
 
 
 def main() -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    dist.init_process_group("gloo", rank=0, world_size=1)
-    torch.set_num_threads(1)
-    rows = [
-        row(width, optimizer)
-        for width in WIDTHS
-        for optimizer in OPTIMIZERS
-        if optimizer != "Muon" or width <= WIDEST_MUON
-    ]
-    write(RESULTS / "ahead_cost.json", machine(), rows)
-    show(rows)
-    dist.destroy_process_group()
+    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    os.environ |= alone
+    with gloo():
+        rows = [
+            row(width, optimizer)
+            for width, optimizer in product(WIDTHS, OPTIMIZERS)
+            if optimizer != "Muon" or width <= WIDEST_MUON
+        ]
+    report(RESULTS / "ahead_cost.json", rows)
 
 
 if __name__ == "__main__":

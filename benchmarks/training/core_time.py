@@ -22,7 +22,7 @@ from statistics import mean, median
 import torch
 
 from benchmarks.clock import Clock
-from benchmarks.record import Row, among, itself, machine, options, show, write
+from benchmarks.record import Row, among, itself, options, report
 from sparcel import scheme
 from sparcel.core import units
 from sparcel.core.schemes import SPARSER, Scheme
@@ -140,11 +140,9 @@ def main() -> None:
         if engine.comm.rank == 0:
             print(*map(json.dumps, rows), sep="\n", flush=True)
         return
-    origin = {**machine(), "load": os.getloadavg()}
+    load = os.getloadavg()
     rows = [row for ranks in arguments.ranks for row in on_processes(ranks)]
-    show(rows)
-    if arguments.output is not None:
-        write(arguments.output, origin, rows)
+    report(arguments.output, rows, load=load)
 
 
 if __name__ == "__main__":

@@ -204,7 +204,7 @@ def main() -> None:
         __doc__, rounds=5, repeats=3, memory=False, train=Path, steps=200, output=Path
     )
     torch.set_num_threads(1)  # the ranks share the cores
-    rows, head = [], {**machine(DATA=arguments.train), "network": network()}
+    rows, head = [], {**machine(), "network": network()}
     for row in rows_for(arguments):
         rows.append(row)
         if os.environ["RANK"] == "0" and arguments.output is not None:

@@ -8,19 +8,18 @@ and that of a round is the slowest rank's. One thread a rank.
 
 On a simulated cluster, where CPU time counts and ranks share the memory of the tensors:
 
-    python -m benchmarks.training.norms simulated --output benchmarks/results/norms_simulated.json
+    python -m benchmarks.training.norms --output benchmarks/results/norms_simulated.json
 
 On real ranks, on as many cores, and in an emulated cluster:
 
-    torchrun --nproc-per-node 2 benchmarks/training/norms.py ranks \
+    torchrun --nproc-per-node 2 -m benchmarks.training.norms --ranks \
         --output benchmarks/results/norms_2_cores.json
-    sparcel lab run --nodes 8 --rate 1gbit -- python -m benchmarks.training.norms ranks \
+    sparcel lab run --nodes 8 --rate 1gbit -- python -m benchmarks.training.norms --ranks \
         --output benchmarks/results/norms_lab.json
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,12 +29,11 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.clock import Clock, in_turns
+from benchmarks.clock import Clock, gloo, in_turns
 from benchmarks.pages.tables import table
-from benchmarks.record import Row, machine, rows_of, show, write
+from benchmarks.record import Row, options, report, rows_of
 from sparcel import simulate
 from sparcel.core import cost, kernels
 from sparcel.core.comm import Communicator, Network, SimulatedCommunicator, resolve
@@ -231,25 +229,17 @@ def all_tables() -> Iterator[str]:
 
 def main() -> None:
     """Measure."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("where", choices=("simulated", "ranks"))
-    parser.add_argument("--rounds", type=int, default=21, help="of which medians are taken")
-    parser.add_argument("--output", type=Path)
-    told = parser.parse_args()
-    torch.set_num_threads(1)
-    if told.where == "simulated":
+    told = options(__doc__, ranks=False, rounds=21, output=Path)
+    if told.ranks:
+        with gloo() as rank:
+            rows = list(on_ranks(resolve(), told.rounds))
+        if rank:
+            return
+    else:
+        torch.set_num_threads(1)
         every = product(NODES, MODELS)
         rows = [one for ranks, name in every for one in on_simulated(name, ranks, told.rounds)]
-    else:
-        dist.init_process_group("gloo")
-        comm = resolve()
-        rows = list(on_ranks(comm, told.rounds))
-        dist.destroy_process_group()
-        if comm.rank:
-            return
-    show(rows)
-    if told.output is not None:
-        write(told.output, {**machine(), "rounds": told.rounds}, rows)
+    report(told.output, rows, rounds=told.rounds)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import argparse
 from pathlib import Path
 from statistics import mean, median
 from time import perf_counter
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
-from benchmarks.clock import in_turns
+from benchmarks.clock import gathered, gloo, in_turns
 from benchmarks.record import machine, options, show, write
 
 SCHEMES = ("topk", "gtopk", "oktopk")
@@ -80,10 +79,8 @@ class Training:
 
 def mean_of_medians(steps: list[Figures]) -> Figures:
     """Return the medians of steps as means over ranks; all ranks call."""
-    mine = {name: median(step[name] for step in steps) for name in steps[0]}
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
-    return {name: mean(rank[name] for rank in ranks) for name in mine}
+    ranks = gathered({name: median(step[name] for step in steps) for name in steps[0]})
+    return {name: mean(rank[name] for rank in ranks) for name in ranks[0]}
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, Figures]:
@@ -108,16 +105,13 @@ def main() -> None:
     arguments = options(
         __doc__, layers=8, width=1024, batch=64, density=0.01, steps=40, output=Path
     )
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rows = measured(arguments)
-    if dist.get_rank() == 0:
+    with gloo() as rank:
+        rows = measured(arguments)
+        settings = {"ranks": dist.get_world_size(), **vars(arguments)}
+    if rank == 0:
         show({"row": name, **row} for name, row in rows.items())
-        if arguments.output is not None:
-            settings = {"ranks": dist.get_world_size(), **vars(arguments)}
-            del settings["output"]
-            write(arguments.output, {**machine(), "settings": settings}, rows)
-    dist.destroy_process_group()
+        if (output := settings.pop("output")) is not None:
+            write(output, {**machine(), "settings": settings}, rows)
 
 
 if __name__ == "__main__":
