@@ -25,8 +25,8 @@ from benchmarks.training.models import Words
 from sparcel import SparseStream
 from sparcel.core import patterns
 from sparcel.core.collectives.all_reduce import reduce_regions
+from sparcel.core.collectives.counting import average_boundaries, balanced_boundaries, global_topk
 from sparcel.core.collectives.oktopk import gather_winners
-from sparcel.core.collectives.winners import average_boundaries, balanced_boundaries, global_topk
 from sparcel.core.comm import Communicator
 from sparcel.core.wire import Wire
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from sparcel import simulate
 from sparcel.core.collectives import gathered_topk, oktopk
+from sparcel.core.collectives.counting import TOLERANCE, TOLERATED, balanced_boundaries
 from sparcel.core.collectives.oktopk import (
     direct_volume,
     evened_volume,
@@ -17,7 +18,6 @@ from sparcel.core.collectives.oktopk import (
     moves_to_even,
     topk_by_regions,
 )
-from sparcel.core.collectives.winners import TOLERANCE, TOLERATED, balanced_boundaries
 from sparcel.core.formats import RAW, Lengths
 from sparcel.core.wire import Wire
 from tests.collectives.test_oktopk import LAYOUTS, VALUES, streams_of

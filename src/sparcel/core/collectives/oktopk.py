@@ -12,14 +12,16 @@ import torch
 
 from sparcel.core import device, kernels, patterns
 from sparcel.core.collectives.all_reduce import reduce_regions
-from sparcel.core.collectives.counts import counters_for, counting_bytes, gather_integers
-from sparcel.core.collectives.gtopk import GlobalTopk, gathered_topk
-from sparcel.core.collectives.winners import (
+from sparcel.core.collectives.counting import (
     average_boundaries,
     balanced_boundaries,
+    counters_for,
+    counting_bytes,
     edges_for,
+    gather_integers,
     global_topk,
 )
+from sparcel.core.collectives.gtopk import GlobalTopk, gathered_topk
 from sparcel.core.device import finite_flag
 from sparcel.core.formats import Expected, Lengths
 from sparcel.core.stream import SparseStream

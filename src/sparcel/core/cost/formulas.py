@@ -14,9 +14,15 @@ from math import ceil, sqrt
 
 from sparcel.core import patterns
 from sparcel.core.collectives.broadcast import LENGTH_BYTES, goes_whole
-from sparcel.core.collectives.counts import FEW_RANKS
+from sparcel.core.collectives.counting import (
+    FEW_RANKS,
+    TOLERANCE,
+    TOLERATED,
+    edges_for,
+    few,
+    histogram_bits,
+)
 from sparcel.core.collectives.oktopk import gathering_is_cheaper
-from sparcel.core.collectives.winners import TOLERANCE, TOLERATED, edges_for, few, histogram_bits
 from sparcel.core.comm import DIRECT_RANKS
 from sparcel.core.cost.predict import (
     EngineSum,
