@@ -13,6 +13,7 @@ from sparcel.core.schemes import Request
 from sparcel.errors import CommunicationError, MismatchError
 from tests.sampling import meeting
 from tests.schemes.steps import (
+    DISTINCT,
     EXACT,
     INTEGERS,
     SCHEMES,
@@ -27,14 +28,24 @@ from tests.schemes.steps import (
 )
 from tests.strategies import FLOATS, same_bits
 
-schemes = pytest.mark.parametrize("make", SCHEMES.values(), ids=SCHEMES)
+ROUNDING = [name for name in SCHEMES if name not in EXACT]
+
+
+def each(names):
+    """Give a test the schemes of these names."""
+    return pytest.mark.parametrize("make", [SCHEMES[name] for name in names], ids=names)
+
+
+schemes = each([*SCHEMES])
+# What the base class does for all schemes, and what they keep.
+kinds = each([*DISTINCT, "torus2d", "warm-up"])
 PLACES = st.integers(0, 1100)
 SOME_RANKS = st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12])
 
 
-def sampled(names, *axes, each):
+def sampled(names, *axes, meets):
     """Let each scheme meet some combinations of the values on the axes."""
-    given = [(name, *rest) for name, rest in meeting(SCHEMES, product(*axes), each)]
+    given = [(name, *rest) for name, rest in meeting(SCHEMES, product(*axes), meets)]
     values = [(SCHEMES[name], *rest) for name, *rest in given]
     ids = ["-".join(map(str, one)) for one in given]
     return pytest.mark.parametrize(f"make, {names}", values, ids=ids)
@@ -84,7 +95,7 @@ def test_nothing_is_lost_exactly(name, world, size, dtype, steps, gradient):
     assert torch.equal(came_out + total(memory[-1] for memory in memories), went_in)
 
 
-@schemes
+@each([*dict.fromkeys([*ROUNDING, *DISTINCT])])
 @given(world=SOME_RANKS, size=PLACES, dtype=st.sampled_from([torch.float32, torch.float64]))
 @few_examples
 def test_nothing_is_lost_except_by_rounding(make, world, size, dtype):
@@ -94,7 +105,7 @@ def test_nothing_is_lost_except_by_rounding(make, world, size, dtype):
     torch.testing.assert_close(world * total(updates[0]) + kept, went_in, rtol=0, atol=1e-4)
 
 
-@sampled("place", culprits([1, 2, 3, 5, 8]), each=1)
+@sampled("place", culprits([1, 2, 3, 5, 8]), meets=1)
 def test_no_poison(make, place):
     world, culprit = place
     clean_updates, clean_memories = run(make, world, 2, 300)
@@ -120,7 +131,7 @@ def test_no_poison(make, place):
 LARGE = {torch.float32: 3e38, torch.float64: 1.5e308, torch.float16: 6e4}
 
 
-@sampled("world, dtype", [2, 3, 8], LARGE, each=1)
+@sampled("world, dtype", [2, 3, 8], LARGE, meets=1)
 def test_sums_that_overflow_change_no_memory(make, world, dtype):
     """Each gradient is finite, their sum (after a few steps of being kept back) is not."""
 
@@ -147,7 +158,7 @@ class DiskError(Exception):
     pass
 
 
-@sampled("place", culprits([2, 3, 4, 5]), each=1)
+@sampled("place", culprits([2, 3, 4, 5]), meets=1)
 def test_a_failed_step_leaves_memory_as_it_was(make, place, monkeypatch):
     """A rank fails in any exchange of its second step; the others may still be in their first."""
     world, culprit = place
@@ -189,7 +200,7 @@ def test_a_failed_step_leaves_memory_as_it_was(make, place, monkeypatch):
     assert call > 0
 
 
-@sampled("world", [2, 3, 8], each=1)
+@sampled("world", [2, 3, 8], meets=1)
 def test_a_failed_first_step_leaves_nothing_behind(make, world):
     schemes = [make() for _ in range(world)]
 
@@ -205,7 +216,7 @@ def test_a_failed_first_step_leaves_nothing_behind(make, world):
     assert all(map(same_bits, results, [updates[0] for updates in run(make, world, 1, 77)[0]]))
 
 
-@schemes
+@kinds
 @given(world=st.integers(1, 6), size=PLACES, dtype=st.sampled_from(FLOATS))
 @few_examples
 def test_gradient_is_unchanged_and_out_holds_the_update(make, world, size, dtype):
@@ -227,7 +238,7 @@ def test_gradient_is_unchanged_and_out_holds_the_update(make, world, size, dtype
     simulate_nodes(world, on_rank)
 
 
-@schemes
+@kinds
 @given(world=st.integers(1, 5), size=PLACES)
 @few_examples
 def test_run_continues_from_its_state(make, world, size):
@@ -246,7 +257,7 @@ def test_run_continues_from_its_state(make, world, size):
     simulate_nodes(world, on_rank)
 
 
-@schemes
+@kinds
 def test_a_fresh_scheme_has_the_settings_and_no_memory(make):
     def on_rank(comm):
         scheme = make()
