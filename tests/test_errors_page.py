@@ -73,7 +73,10 @@ def shown(parts: list[str], message: str) -> list[str]:
     found = list(takewhile(message.__contains__, parts))
     if len(found) < len(parts):
         cut, text = parts[len(found)], message.removesuffix("…")
-        found += [cut[:size] for size in range(len(cut), 0, -1) if text.endswith(cut[:size])][:1]
+        least = max(FIXED - sum(map(len, found)), 1)
+        if cut[:least] in text:
+            sizes = range(len(cut), least - 1, -1)
+            found += [cut[:size] for size in sizes if text.endswith(cut[:size])][:1]
     return found if sum(map(len, found)) >= FIXED else []
 
 

@@ -6,6 +6,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from types import FrameType
@@ -58,20 +59,22 @@ def is_module(name: str) -> bool:
     return name == COMPILED or path.is_dir() or path.with_suffix(".py").is_file()
 
 
-def imported(source: Path) -> Iterator[str]:
-    """Yield the modules of sparcel that a file imports, as names below ``sparcel``."""
+@cache
+def imported(source: Path) -> Sequence[str]:
+    """Return the modules of sparcel that a file imports, as names below ``sparcel``."""
+    found = []
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.Import):
-            yield from (
-                n.name.split(".", 1)[1] for n in node.names if n.name.startswith("sparcel.")
-            )
+            names = [alias.name for alias in node.names]
+            found += [name.split(".", 1)[1] for name in names if name.startswith("sparcel.")]
         elif isinstance(node, ast.ImportFrom):
             assert node.module and node.level == 0, f"{source} has a relative import"
             package, *inner = node.module.split(".")
             if package == "sparcel":
                 for alias in node.names:
                     name = ".".join([*inner, alias.name])
-                    yield name if is_module(name) else ".".join(inner)
+                    found.append(name if is_module(name) else ".".join(inner))
+    return found
 
 
 def inner_files() -> Iterator[Path]:

@@ -63,12 +63,9 @@ _GRACE_SECONDS = 20.0
 """How long the other ranks may still run after one raised."""
 
 # Processes start fast if they are forked from one that has imported what they need, and has done
-# nothing else. DDP imports torch._dynamo, which takes longer than all of torch. `sparcel` alone
-# imports nothing before it is used.
+# nothing else. DDP imports torch._dynamo, which takes longer than all of torch.
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(
-    ["torch._dynamo", "sparcel.core.attaching", "pytest", "hypothesis.strategies"]
-)
+_processes.set_forkserver_preload(["tests.preloaded"])
 
 
 @dataclass

@@ -10,7 +10,7 @@ from math import exp, log
 from statistics import geometric_mean, mean
 
 from benchmarks.pages.tables import over_seeds, table
-from benchmarks.record import Row, shown_of
+from benchmarks.record import Row, is_todays, rows_of
 from benchmarks.training.tasks import TASKS
 
 DEFAULT = "bidirectional,1,packed:5/5,still"
@@ -64,13 +64,21 @@ Setting = tuple[str, int, int]
 
 def all_rows() -> list[Row]:
     """Return the runs of both records; dense training's ``share`` is 1."""
-    suite = shown_of("convergence")
+    return [row for row in _recorded() if is_todays(row)]
+
+
+def rows_of_run(run: str) -> list[Row]:
+    """Return those of a run and of dense training alone, whose rules are told in less time."""
+    return [row for row in _recorded() if row["run"] in (run, "dense") and is_todays(row)]
+
+
+def _recorded() -> list[Row]:
     dense = [
         {**row, "run": "dense", "share": 1.0}
-        for row in suite
+        for row in rows_of("convergence")
         if row["method"] == "dense" and setting_of(row)[1:] == (8, 2000)
     ]
-    return [*dense, *shown_of("frontier")]
+    return [*dense, *rows_of("frontier")]
 
 
 def dense_of(rows: Sequence[Row]) -> Mapping[tuple[object, ...], Row]:

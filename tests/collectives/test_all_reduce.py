@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparcel import SparseStream, simulate
@@ -110,6 +110,7 @@ def test_all_equal_values(algorithm, world):
 
 
 @algorithms
+@settings(max_examples=settings.default.max_examples // 2)
 @given(seed=st.integers(0, 1000), world=st.integers(1, 9))
 def test_rounded_sums_agree_on_all_ranks_and_in_every_run(algorithm, seed, world):
     generator = torch.Generator().manual_seed(seed)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparcel import SparseStream, simulate
@@ -18,6 +19,7 @@ from sparcel.core.formats import Expected
 from sparcel.core.wire import Wire
 from sparcel.errors import CommunicationError, MismatchError
 from tests.collectives.test_traffic import evaluate
+from tests.sampling import meeting
 from tests.strategies import make_stream, same_stream
 from tests.workers import WORLD_SIZES
 
@@ -63,6 +65,7 @@ def assert_given(result: SparseStream, stream: SparseStream) -> None:
 
 
 @pytest.mark.parametrize("world", range(1, 18))
+@settings(max_examples=settings.default.max_examples // 3)
 @given(data=st.data())
 def test_every_rank_gets_the_roots_indices(world: int, data: st.DataObject) -> None:
     root = data.draw(st.integers(0, world - 1))
@@ -80,10 +83,11 @@ def test_every_rank_gets_the_roots_indices(world: int, data: st.DataObject) -> N
         assert_given(result, stream)
 
 
-@pytest.mark.parametrize("world", range(1, 18))
-@pytest.mark.parametrize("entries", [20, 1000])
-@pytest.mark.parametrize("width", [None, 3])
-def test_every_rank_gets_a_stream_without_a_bound(world, entries, width) -> None:
+@pytest.mark.parametrize(
+    ("world", "shape"), meeting(range(1, 18), product([20, 1000], [None, 3]), each=2)
+)
+def test_every_rank_gets_a_stream_without_a_bound(world, shape) -> None:
+    entries, width = shape
     for root in {0, world // 2, world - 1}:
         sparse = make_stream(spread(entries), root, SIZE, width=width)
         dense = SparseStream(None, sparse.values, entries)

@@ -124,7 +124,8 @@ def test_oktopk_has_the_bits_of_the_oracle(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_oktopk_has_the_bits_of_the_oracle_if_histograms_are_refined(layout, dtype):
-    for world, kind in zip((2, 3, 5, 8, 3, 2), VALUES, strict=True):
+    half = (LAYOUTS.index(layout) + FLOATS.index(dtype)) % 2  # each meets all kinds of values
+    for world, kind in [*zip((2, 3, 5, 8, 3, 2), VALUES, strict=True)][half::2]:
         streams = streams_of(layout, kind, world, 20_000, 5_000, dtype)
         check(streams, 1_500, 5_000)
 

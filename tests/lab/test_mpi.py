@@ -32,12 +32,14 @@ def test_ranks_are_the_same_for_mpi(kind: str, request: pytest.FixtureRequest) -
     if kind == "emulated":
         request.getfixturevalue("emulation")
     network = EmulatedNetwork(NODES, Link()) if kind == "emulated" else Loopback(NODES)
-    share = RANKS_PER_NODE if kind == "emulated" else NODES * RANKS_PER_NODE
+    per_node = RANKS_PER_NODE if kind == "emulated" else 1
+    ranks, share = NODES * per_node, 2  # nodes of loopback are one
     argv = [sys.executable, "-c", _PROGRAM]
-    with network, Workers(network, argv, ranks_per_node=RANKS_PER_NODE, mpi=True) as workers:
+    with network, Workers(network, argv, ranks_per_node=per_node, mpi=True) as workers:
         seen = {rank: json.loads(line) for rank, line in workers.lines()}
         assert workers.started_mpi
-    assert seen == {rank: [rank, rank, 1111, share, rank % share] for rank in range(4)}
+    total = int("1" * ranks)
+    assert seen == {rank: [rank, rank, total, share, rank % share] for rank in range(ranks)}
 
 
 @pytest.mark.network

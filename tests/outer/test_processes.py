@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +106,14 @@ def train_inside(comm: Communicator, wrap: str, method: str, poison: bool) -> An
     return found, shared, told, isinstance(outer, Outer), moments
 
 
-@pytest.mark.parametrize("poison", [False, True], ids=["", "poison"])
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp", "hsdp", "tp"])
-@pytest.mark.parametrize("method", ["default", "diloco"])
+@pytest.mark.parametrize(
+    ("wrap", "method", "poison"),
+    [
+        *product(["ddp", "fsdp", "hsdp", "tp"], ["default", "diloco"], [False]),
+        *(("ddp", "default", True), ("fsdp", "diloco", True)),
+        *(("hsdp", "diloco", True), ("tp", "default", True)),
+    ],
+)
 @pytest.mark.parametrize("world_size", [4])
 def test_islands_of_two_ranks(
     run_on: Callable[..., list[Any]], world_size: int, wrap: str, method: str, poison: bool
@@ -193,11 +200,14 @@ class Half:
 
     def together(self, steps: int) -> Half:
         """Go on until two islands have done so many outer steps."""
-        while self.outer.islands < 2:
-            self.step()
+        self.while_(lambda: self.outer.islands < 2)
         last = self.outer.steps + steps
-        while self.outer.steps < last:
+        return self.while_(lambda: self.outer.steps < last)
+
+    def while_(self, holds: Callable[[], bool]) -> Half:
+        while holds():
             self.step()
+            time.sleep(0.01)  # others wait, too, and need the cores
         return self
 
     def whole(self) -> list[Tensor]:
@@ -209,8 +219,7 @@ def meet(comm: Communicator, place: str) -> Any:
     mesh = mesh_of(2, 2)
     if comm.rank < 2:
         island = Half(mesh, place, 1)
-        while island.outer.steps < 2:
-            island.step()
+        island.while_(lambda: island.outer.steps < 2)
     dist.barrier()
     if comm.rank >= 2:  # it begins with other parameters, which do not count
         island = Half(mesh, place, 1, seed=1)
@@ -266,9 +275,7 @@ def come_back(comm: Communicator, place: str, wrap: str) -> list[Tensor]:
         found = island.whole()
         island.together(2)
     else:
-        while island.outer.islands == 2:
-            island.step()
-        island.together(2)
+        island.while_(lambda: island.outer.islands == 2).together(2)
         found = []
     ended = island.whole()
     island.outer.close()

@@ -14,6 +14,7 @@ from tests.schemes.steps import (
     INTEGERS,
     SPARSE,
     copy_of,
+    few_examples,
     integers,
     normal,
     run,
@@ -53,6 +54,7 @@ def test_momentum_correction_equals_dgcs_rule(size, steps, gradient):
     size=st.integers(1, 300),
     gradient=st.sampled_from(INTEGERS),
 )
+@few_examples
 def test_corrected_gradients_are_conserved(name, world, size, gradient):
     def on_rank(comm):
         scheme, entered, updates = WITH_MOMENTUM[name](), torch.zeros(size), torch.zeros(size)

@@ -91,7 +91,7 @@ def assert_all_are_told(outcomes: list[Any], odd: int) -> None:
 
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_no_rank_returns_an_update(what: str) -> None:
-    for world in range(2, 10):
+    for world in range(2 + [*DIFFERENT].index(what) % 2, 10, 2):  # each meets half of the worlds
         drive = (begin, step, step_stream)[world % 3]
         for odd in {0, 1, world - 1}:
             outcomes = simulate_nodes(

@@ -47,9 +47,9 @@ def train(comm: Communicator | None, scheme: str, gpu: bool, **settings: Any) ->
 def test_gradients_that_are_zero_are_withheld_on_the_card(scheme: str, scope: str) -> None:
     """`tests.training.test_on_card` has other schemes, without such gradients."""
     settings = {"scope": scope, "withhold_zeros": True}
-    expected = simulate(3, lambda comm: train(comm, scheme, False, **settings)).results
+    expected = simulate(2, lambda comm: train(comm, scheme, False, **settings)).results
     with on_card():
-        assert simulate(3, lambda comm: train(comm, scheme, True, **settings)).results == expected
+        assert simulate(2, lambda comm: train(comm, scheme, True, **settings)).results == expected
 
 
 def train_in_process(comm: Communicator) -> list[Named]:

@@ -27,9 +27,7 @@ VOID = 1
 
 SCHEMES: dict[str, Callable[[], Scheme]] = {
     "dense": lambda: sparcel.scheme("dense"),
-    "recommended": lambda: sparcel.scheme(),
     "bidirectional": lambda: sparcel.scheme(**SPARSER),
-    "oktopk": lambda: sparcel.scheme("oktopk", density=0.1, format="packed:4"),
     "corrected": lambda: sparcel.scheme("topk", density=0.05, momentum=0.9, clip=1.0),
 }
 
@@ -58,7 +56,6 @@ def train(comm: Communicator, name: str, scope: Scope, gpu: bool) -> tuple[list[
     [
         ("dense", "bucket"),
         ("bidirectional", "model"),
-        ("oktopk", "bucket"),
         ("corrected", "bucket"),
     ],
 )

@@ -8,7 +8,7 @@ from zlib import crc32
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -77,6 +77,7 @@ SCHEMES: dict[str, Scheme] = {
 
 
 @pytest.mark.parametrize("name", SCHEMES)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(steps=st.lists(layouts(), min_size=1, max_size=5), gap=st.integers(0, 3))
 def test_buckets_may_change_in_every_step(name: str, steps: list[Layout], gap: int) -> None:
     results = simulate(
