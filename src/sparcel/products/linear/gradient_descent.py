@@ -77,7 +77,7 @@ def prepare(
         exchange = _exchange(settings, width, dimensions, max(entries), comm)
         columns = None if numbering is None else numbering.columns
         whole = weights or empty.sized(dimensions if columns is None else len(columns))
-        model = Replicated(whole, batches, comm, exchange, columns, dimensions)
+        model = Replicated(WholeModel(whole, columns, dimensions), batches, comm, exchange)
     model.weights.begin(mean, spread)
     return Sgd(model, batches, counts, settings, comm)
 

@@ -153,40 +153,35 @@ class Replicated:
 
     Parameters
     ----------
-    weights
-        The model, equal on all ranks. That of one rank alone has only the columns that occur; all
-        other coordinates are zero and stay zero.
+    model
+        It is equal on all ranks. That of one rank alone has only the columns that occur; all other
+        coordinates are zero and stay zero.
     batches
         This rank's.
     comm
         The ranks; None for one alone, whose gradient is the sum.
     exchange
         How gradients are summed, alike on all ranks.
-    columns
-        What the columns of the batches stand for; None for themselves.
-    dimensions
-        Number of columns of the data, where ``columns`` are given.
 
     Attributes
     ----------
+    weights
+        Those of the model.
     clock
         Counts how long this rank has waited for sums.
     """
 
     def __init__(
         self,
-        weights: Weights,
+        model: WholeModel,
         batches: Sequence[Batch],
         comm: Communicator | None,
         exchange: Exchange,
-        columns: Array | None = None,
-        dimensions: int = 0,
     ) -> None:
-        self.weights, self._batches, self._comm = weights, batches, comm
-        self._exchange, self._columns = exchange, columns
-        self._dimensions = weights.dimensions if columns is None else dimensions
+        self._model, self.weights = model, model.weights
+        self._batches, self._comm, self._exchange = batches, comm, exchange
         self._rank = 0 if comm is None else comm.rank
-        self._owed = None if exchange.sent is None else Owed(weights, exchange.sent)
+        self._owed = None if exchange.sent is None else Owed(self.weights, exchange.sent)
         self.clock = WaitClock()
 
     def read(self, numbers: BatchNumbers) -> BatchView | None:
@@ -217,7 +212,7 @@ class Replicated:
 
     def whole(self, everywhere: bool = True) -> WholeModel:
         """Return the whole model, which is this one."""
-        return WholeModel(self.weights, self._columns, self._dimensions)
+        return self._model
 
     def state(self) -> dict[str, Array]:
         """Return what a later training needs to go on from here, debts included; all ranks call."""

@@ -20,7 +20,7 @@ from sparcel.core.training import Averager
 from sparcel.core.training.driver import check_updates, checked_optimizers, warn_if_alone
 from sparcel.errors import InputError, MismatchError, checked_name, warn
 from sparcel.products.outer.driver import Outer
-from sparcel.products.outer.exchange import Poison
+from sparcel.products.outer.exchange import Exchange, Poison
 from sparcel.products.outer.island import FollowingRank, Ranks
 from sparcel.products.outer.islands import Elastic, Fixed
 from sparcel.products.outer.method import (
@@ -136,7 +136,7 @@ def attach(
         if joined is None:
             _check_group(settings, averager)
         place = joined or Fixed(averager.comm, ranks)
-        outer = Outer(shared, averager, place, chosen, pace, poison, ranks)
+        outer = Outer(Exchange(shared, averager, place, chosen, poison, ranks), pace, ranks)
     except BaseException:
         ranks.fail()
         raise

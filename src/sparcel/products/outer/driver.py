@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from sparcel.core.comm import Job, SimulatedCommunicator
-from sparcel.core.training import Averager, Stats
+from sparcel.core.training import Stats
 from sparcel.errors import few, warn
-from sparcel.products.outer.exchange import Exchange, Islands, Outcome, Poison
+from sparcel.products.outer.exchange import Exchange, Outcome
 from sparcel.products.outer.island import Ranks
 from sparcel.products.outer.islands import Elastic, Fixed
-from sparcel.products.outer.method import Method, Pace
-from sparcel.products.outer.shared import Shared, checked, copied, of_rank
+from sparcel.products.outer.method import Pace
+from sparcel.products.outer.shared import checked, copied, of_rank
 
 _AVERAGER = "averager."
 """What the names of an averager's entries begin with in a state."""
@@ -37,20 +37,11 @@ class Outer:
         The outer optimiser, whose learning rate may be changed alike on all islands.
     """
 
-    def __init__(
-        self,
-        shared: Shared,
-        averager: Averager,
-        islands: Islands,
-        method: Method,
-        pace: Pace,
-        poison: Poison,
-        ranks: Ranks,
-    ) -> None:
-        self._shared, self._averager, self._islands = shared, averager, islands
-        self._pace, self._ranks, self._overlap = pace, ranks, method.overlap
-        self._exchange = Exchange(shared, averager, islands, method, poison, ranks)
-        self.optimizer = shared.optimizer
+    def __init__(self, exchange: Exchange, pace: Pace, ranks: Ranks) -> None:
+        self._exchange, self._pace, self._ranks = exchange, pace, ranks
+        self._shared, self._averager = exchange.shared, exchange.averager
+        self._islands, self._overlap = exchange.islands, exchange.method.overlap
+        self.optimizer = self._shared.optimizer
         self._clock = self._ends = 0
         """How many inner steps have been done, by which outer steps are due, and after how many the
         island goes on with what is under way."""
@@ -65,9 +56,10 @@ class Outer:
         """Whether the model was loaded from a checkpoint of before this island took over."""
         self._worker = ThreadPoolExecutor(1, "sparcel-outer")
         self._undo = ExitStack()
-        for end in (averager.handle.close, ranks.close, islands.close, self._worker.shutdown):
+        closing = (self._averager.handle.close, ranks.close, self._islands.close)
+        for end in (*closing, self._worker.shutdown):
             self._undo.callback(end)
-        if islands.joined:
+        if self._islands.joined:
             self._received()
             self._put()
         self._tell()

@@ -31,6 +31,8 @@ class Exchange:
 
     Attributes
     ----------
+    shared, averager, islands, method
+        What islands share, what averages it, who takes part, and how.
     steps
         How many outer steps have been done; each is of one fragment.
     weights
@@ -52,8 +54,8 @@ class Exchange:
         poison: Poison,
         ranks: Ranks,
     ) -> None:
-        self._shared, self._averager, self._islands = shared, averager, islands
-        self._method, self._poison, self._ranks = method, poison, ranks
+        self.shared, self.averager, self.islands = shared, averager, islands
+        self.method, self._poison, self._ranks = method, poison, ranks
         self.steps = self.void = 0
         self.weights, self._weight = Weights(len(shared.fragments)), 0.0
         self.finite, self.spoilt = True, list[str]()
@@ -62,21 +64,21 @@ class Exchange:
     @property
     def _fragment(self) -> list[Vector]:
         """What the next outer step is of."""
-        return self._shared.fragments[self._turn]
+        return self.shared.fragments[self._turn]
 
     @property
     def _turn(self) -> int:
         """The number of the fragment that the next outer step is of."""
-        return self.steps % len(self._shared.fragments)
+        return self.steps % len(self.shared.fragments)
 
     def move(self, clock: int) -> None:
         """Find out what this island has moved of the fragment, after so many inner steps."""
-        model, buffers = self._shared.model, self._shared.buffers
+        model, buffers = self.shared.model, self.shared.buffers
         model.look()
         self._weight = self.weights.move(self._turn)
         self.spoilt = [name for one in self._fragment for name in one.move(model.parameters)]
         self.finite = self._ranks.all(not self.spoilt)
-        every, done = self._method.moments, self.steps // len(self._shared.fragments)
+        every, done = self.method.moments, self.steps // len(self.shared.fragments)
         if every and done % every == 0:
             self._moments.move(self._fragment, model.moments(), every * clock / (done + 1))
         else:
@@ -91,7 +93,7 @@ class Exchange:
     @torch.no_grad()
     def attempt(self) -> Outcome:
         """Exchange the fragment, and update what is shared of it."""
-        islands, fragment = self._islands, self._fragment
+        islands, fragment = self.islands, self._fragment
         finite = arrived = decides = False
 
         def decide(ended_finite: bool) -> bool:
@@ -112,15 +114,15 @@ class Exchange:
             return "again"
         if not finite:
             return "void"
-        self._shared.step(fragment)
+        self.shared.step(fragment)
         self.weights.step(self._turn)
-        if self._method.decay != 1:
-            self._decay(fragment, self._method.decay)
+        if self.method.decay != 1:
+            self._decay(fragment, self.method.decay)
         return "done"
 
     def _average(self, fragment: Sequence[Vector], decide: Callable[[bool], bool]) -> None:
         """Average a fragment, and what goes with it, as far as islands decide that it counts."""
-        averager, comm = self._averager, self._islands.comm
+        averager, comm = self.averager, self.islands.comm
         if comm is not self._connected:
             averager.connect(comm, self.steps)
             self._connected = comm
@@ -131,9 +133,9 @@ class Exchange:
             return
         share = own * comm.size / counting  # memory counts once
         for vector in fragment:
-            _scale(vector.moved, own if self._method.by_senders else share)
+            _scale(vector.moved, own if self.method.by_senders else share)
             averager.queue(vector.moved, vector.places)
-        self._shared.buffers.queue(averager, share)
+        self.shared.buffers.queue(averager, share)
         self._moments.queue(averager, share, moments)
         averager.finish(decide)
 
@@ -144,9 +146,9 @@ class Exchange:
         which second moments all bring. The learning rate becomes that of the island which has taken
         part for longest.
         """
-        comm, buffers = self._averager.comm, self._shared.buffers
+        comm, buffers = self.averager.comm, self.shared.buffers
         vectors = [*self._fragment, *(buffers.vectors if self._turn == 0 else ())]
-        numbers = torch.tensor([self._shared.rate, self._weight], dtype=torch.float64)
+        numbers = torch.tensor([self.shared.rate, self._weight], dtype=torch.float64)
         own = [*buffers.flags, *self._moments.flags]
         told = torch.tensor([self.digest(vectors), self.finite, *own])
         told = torch.cat([numbers.view(torch.int64), told])
@@ -163,14 +165,14 @@ class Exchange:
                 f" {self.steps} outer steps; start them from one checkpoint, or with one seed, and"
                 " see that their processors round alike"
             )
-        rate = rates[self._islands.senior]
-        if rate != self._shared.rate:
+        rate = rates[self.islands.senior]
+        if rate != self.shared.rate:
             if not self._was_told:
                 warn(
-                    f"this island's outer learning rate is {self._shared.rate:g}; it goes on with"
+                    f"this island's outer learning rate is {self.shared.rate:g}; it goes on with"
                     f" {rate:g}, the rate of the island that has taken part for longest"
                 )
-            self._was_told, self._shared.rate = True, rate
+            self._was_told, self.shared.rate = True, rate
         counting = [weight for weight, counts in zip(weights, finite, strict=True) if counts]
         share = self.weights.share(counting, self._weight) if self.finite else 0.0
         buffers.averaged = [any(flag) for flag in flags[: len(buffers.flags)]]
@@ -182,23 +184,23 @@ class Exchange:
 
     def digest(self, vectors: Sequence[Vector]) -> int:
         """Return what sums up shared values on all ranks of this island."""
-        parts = self._ranks.gather(self._shared.digest(vectors))
+        parts = self._ranks.gather(self.shared.digest(vectors))
         return sum(part * (2 * rank + 1) for rank, part in enumerate(parts)) % (1 << 62)
 
     def put(self) -> list[str]:
         """Go on with what has come; return the parameters whose second moments are averages now."""
-        self._shared.put(self._fragment, self._method.keep)
-        self._shared.model.keep()
+        self.shared.put(self._fragment, self.method.keep)
+        self.shared.model.keep()
         return self._moments.put()
 
     def forget(self) -> None:
         """Forget all that this rank keeps back."""
-        for fragment in self._shared.fragments:
+        for fragment in self.shared.fragments:
             self._decay(fragment, 0.0)
 
     def _decay(self, fragment: Sequence[Vector], factor: float) -> None:
         """Multiply what this rank keeps back of a fragment."""
-        self._averager.decay([name for one in fragment for name in one.places], factor)
+        self.averager.decay([name for one in fragment for name in one.places], factor)
 
 
 def _scale(moved: Tensor, share: float) -> None:
