@@ -31,7 +31,6 @@ T = TypeVar("T")
 _PATIENT_EPOCHS, _PATIENT_STEPS = 5, 100
 """Training ends early when so many epochs, and so many steps, lowered the loss too little."""
 
-
 _BITS = (8, 4)
 _BLOCK = 64
 """Values that share a scale. Columns are as different as their frequencies, so a scale for few is
