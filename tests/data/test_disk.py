@@ -25,8 +25,7 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 from sparcel.errors import SparcelWarning
 from sparcel.products.data import Cached, disk
-from sparcel.products.data.records import range_of
-from sparcel.products.data.source import Source
+from sparcel.products.data.records import Source, range_of
 from tests.data.sources import (
     Files,
     Given,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel.errors import InputError
-from sparcel.products.data.source import pack, unpack
+from sparcel.products.data.records import pack, unpack
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.complex64)
 SHAPES = st.lists(st.integers(0, 4), max_size=3)

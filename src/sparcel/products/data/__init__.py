@@ -18,8 +18,8 @@ from sparcel.core._checks import check_callable, check_type, checked_flag, check
 from sparcel.core.comm import Call, Group, resolve_or_alone
 from sparcel.errors import InputError, warn
 from sparcel.products.data.disk import Disk, UnusableError
+from sparcel.products.data.records import Source, pack, unpack
 from sparcel.products.data.shared import Shared, check_memory, shared_by_node
-from sparcel.products.data.source import Source, pack, unpack
 
 __all__ = ["CacheStats", "Cached", "PartSampler"]
 

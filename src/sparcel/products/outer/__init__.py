@@ -20,7 +20,7 @@ from sparcel.core.training import Averager
 from sparcel.core.training.driver import check_updates, checked_optimizers, warn_if_alone
 from sparcel.errors import InputError, MismatchError, checked_name, warn
 from sparcel.products.outer.driver import Outer
-from sparcel.products.outer.exchange import Exchange, Poison
+from sparcel.products.outer.exchange import Exchange, Poison, entry
 from sparcel.products.outer.island import FollowingRank, Ranks
 from sparcel.products.outer.islands import Elastic, Fixed
 from sparcel.products.outer.method import (
@@ -36,7 +36,6 @@ from sparcel.products.outer.model import Model, unwrapped
 from sparcel.products.outer.places import meeting_at
 from sparcel.products.outer.protocol import Protocol
 from sparcel.products.outer.shared import Shared
-from sparcel.products.outer.vectors import entry
 from sparcel.products.stores import Store
 
 __all__ = ["Method", "Outer", "attach", "diloco", "muloco", "sparseloco", "streaming"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -17,7 +18,7 @@ from sparcel.products.outer.exchange import Exchange, Outcome
 from sparcel.products.outer.island import Ranks
 from sparcel.products.outer.islands import Elastic, Fixed
 from sparcel.products.outer.method import Pace
-from sparcel.products.outer.shared import checked, copied, of_rank
+from sparcel.products.outer.shared import checked, copied
 
 _AVERAGER = "averager."
 """What the names of an averager's entries begin with in a state."""
@@ -178,7 +179,7 @@ class Outer:
             outcome = None
         memory = self._averager.handle.state_dict()
         if not isinstance(self._islands, Fixed):
-            memory = of_rank(memory, 0, 1)
+            memory = _of_rank(memory, 0, 1)
         return {
             **copied(self._entries(outcome).items(), self._ranks.shard),
             **{f"{_AVERAGER}{name}": tensor for name, tensor in memory.items()},
@@ -225,7 +226,7 @@ class Outer:
             if name.startswith(_AVERAGER)
         }
         if not isinstance(self._islands, Fixed):
-            memory = of_rank(memory, comm.rank, comm.size)
+            memory = _of_rank(memory, comm.rank, comm.size)
         if isinstance(self._islands, Elastic) and not self._islands.resume(numbers):
             self._put()
             warn(
@@ -322,6 +323,15 @@ class Outer:
         """Tell what this island begins with, after `attach` or from a checkpoint."""
         if isinstance(self._islands, Elastic):
             self._islands.begin(self.steps, self._exchange.digest(self._shared.vectors))
+
+
+def _of_rank(memory: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
+    """Return an averager's state of one rank as that of another, of so many."""
+    renamed = {
+        re.sub(r"^(rank|velocity)\d+\.", rf"\g<1>{rank}.", name): tensor
+        for name, tensor in memory.items()
+    }
+    return {**renamed, "world_size": torch.tensor(size)}
 
 
 def _ended(outcome: Outcome) -> Job[Outcome]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from sparcel.core._checks import all_finite
 from sparcel.core.training import Averager
 from sparcel.errors import CommunicationError, MismatchError, few, warn
 from sparcel.products.outer.island import Ranks
 from sparcel.products.outer.islands import Elastic, Fixed
 from sparcel.products.outer.method import Method, Weights
-from sparcel.products.outer.shared import Shared
-from sparcel.products.outer.vectors import Moments, Vector
+from sparcel.products.outer.model import Moment
+from sparcel.products.outer.shared import Shared, Vector, queued
 
 Islands = Fixed | Elastic
 """The islands that take part in outer steps."""
@@ -24,6 +25,75 @@ Poison = Literal["leave out", "void"]
 
 Outcome = Literal["done", "void", "again", "late"]
 """How an attempt at an outer step has ended."""
+
+_REMEMBERED = 0.1
+"""How much of an average has to be left when the next one comes, so that it is worth its bytes."""
+
+
+class Moments:
+    """The second moments of a fragment, which become averages in an outer step.
+
+    From few samples an island learns little of how large gradients are: where it has seen none for
+    long, the next makes a step that is several times too large. All islands together know more.
+    """
+
+    def __init__(self) -> None:
+        self._fragment: Sequence[Vector] = ()
+        self._own: Mapping[str, Moment] = {}
+        self._averages: dict[str, Tensor] = {}
+
+    def move(
+        self, fragment: Sequence[Vector], own: Mapping[str, Moment], steps: float = 0.0
+    ) -> None:
+        """Begin an outer step in which those of a fragment become averages; none without one.
+
+        The next averages come after so many inner steps.
+        """
+        self._fragment, self._averages = fragment, {}
+        self._own = {
+            name: one
+            for name, one in own.items()
+            if one.bias and one.decay**steps >= _REMEMBERED and all_finite(one.kept)
+        }
+
+    @property
+    def flags(self) -> list[bool]:
+        """Whether this island brings each of them."""
+        return [name in self._own for vector in self._fragment for name in vector.tensors]
+
+    def queue(self, averager: Averager, share: float, brought: Sequence[bool]) -> None:
+        """Queue the exchange of those that all bring who count, each times this island's share."""
+        self._averages, flags = {}, iter(brought)
+        for vector in self._fragment:
+            parts = {
+                entry(name): self._brings(name, like, share)
+                for (name, like), all_bring in zip(vector.tensors.items(), flags, strict=False)
+                if all_bring
+            }
+            self._averages |= queued(averager, parts)
+
+    def _brings(self, name: str, like: Tensor, share: float) -> Tensor:
+        if not share:
+            return torch.zeros_like(like)
+        kept, bias, _ = self._own[name]
+        return kept.to(like.dtype) * (share / bias)
+
+    def put(self) -> list[str]:
+        """Let the averages that have come take effect; return the names of their parameters."""
+        averages = {key.removeprefix(_ENTRY): one for key, one in self._averages.items()}
+        self._averages = {}
+        for name in averages.keys() & self._own.keys():
+            kept, bias, _ = self._own[name]
+            kept.copy_(averages[name] * bias)
+        return [*averages]
+
+
+_ENTRY = "second moment of "
+
+
+def entry(name: str) -> str:
+    """Return the name under which a parameter's second moment is averaged."""
+    return _ENTRY + name
 
 
 class Exchange:
