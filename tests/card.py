@@ -229,13 +229,14 @@ def interpreted() -> Iterator[None]:
     It cuts bits off instead of rounding, and misreads the smallest numbers.
 
     It replaces the functions of Triton's language anew for each call of a function, and inside of
-    that for each function which that calls.
+    that for each function which that calls. For each type it makes a table of all types anew.
     """
     from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, tl
 
     cut, replaced = InterpreterBuilder.create_fp_trunc, interpreter._patch_lang
-    misread = InterpreterBuilder.create_fp_ext
+    misread, looked_up = InterpreterBuilder.create_fp_ext, interpreter._get_np_dtype
+    types: dict[str, Any] = {}
 
     def rounded(self: Any, source: Any, kind: Any) -> Any:
         if kind.scalar != tl.bfloat16:
@@ -249,13 +250,19 @@ def interpreted() -> Iterator[None]:
         bits = np.asarray(source.data).astype(np.uint32) << np.uint32(16)
         return TensorHandle(bits.view(np.float32), kind.scalar)
 
+    def type_of(kind: Any) -> Any:
+        if kind.name not in types:
+            types[kind.name] = looked_up(kind)
+        return types[kind.name]
+
     whole = replaced(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     InterpreterBuilder.create_fp_trunc, InterpreterBuilder.create_fp_ext = rounded, widened
     interpreter._patch_lang = lambda _: interpreter._LangPatchScope()
+    interpreter._get_np_dtype = type_of
     try:
         yield
     finally:
-        interpreter._patch_lang = replaced
+        interpreter._patch_lang, interpreter._get_np_dtype = replaced, looked_up
         InterpreterBuilder.create_fp_trunc, InterpreterBuilder.create_fp_ext = cut, misread
         whole.restore()
 
