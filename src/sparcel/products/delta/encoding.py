@@ -212,11 +212,7 @@ def _chunk_bytes(names: list[str], now: Mapping[str, Part], old: Mapping[str, Pa
 
 
 def _changed(
-    blank: Chunk,
-    pieces: list[Piece],
-    now: Mapping[str, Part],
-    old: Mapping[str, Part],
-    code: str,
+    blank: Chunk, pieces: list[Piece], now: Mapping[str, Part], old: Mapping[str, Part], code: str
 ) -> Chunk | None:
     """Return the chunk that tells how pieces change, in the shortest way; None if none does."""
     layout = layout_of(pieces[0].dtype)

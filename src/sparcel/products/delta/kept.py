@@ -69,10 +69,7 @@ def _read_ahead(
 
 
 def files_of(
-    store: Store,
-    entry: Entry,
-    most: int,
-    read: Callable[[Store, str, int], memoryview | Ranged],
+    store: Store, entry: Entry, most: int, read: Callable[[Store, str, int], memoryview | Ranged]
 ) -> list[File]:
     """Return the files of a delta or a whole model, read by `read_at_most` or as `ranged`."""
     files, left = [], min(entry.bytes, most)

@@ -185,15 +185,10 @@ class ShardedPublisher(PublisherBase):
 
     def _is_recut(self, parts: Mapping[str, Part]) -> bool:
         """Tell whether other ranks publish now what this one has published of the same tensors."""
-
-        def kind(piece: Piece) -> tuple[object, ...]:
-            return piece.name, piece.dtype, piece.shape
-
-        there = {kind(one.piece) for one in self._held.values()}
+        there = {one.piece.key for one in self._held.values()}
         told = {part.piece for part in parts.values()}
-        return any(
-            kind(part.piece) in there and part.piece not in told for part in self._base.values()
-        )
+        pieces = [part.piece for part in self._base.values()]
+        return any(piece.key in there and piece not in told for piece in pieces)
 
 
 @dataclass(frozen=True)

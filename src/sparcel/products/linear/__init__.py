@@ -11,12 +11,7 @@ if TYPE_CHECKING:
     )
     from sparcel.products.linear.trainer import Epoch
 
-__all__ = [
-    "Epoch",
-    "SparseLinearRegression",
-    "SparseLinearSVC",
-    "SparseLogisticRegression",
-]
+__all__ = ["Epoch", "SparseLinearRegression", "SparseLinearSVC", "SparseLogisticRegression"]
 
 if not TYPE_CHECKING:  # a type checker would take any name for one that exists
 

@@ -78,10 +78,7 @@ class HashedNGrams:
             object.__setattr__(self, name, value)
 
     def rows(
-        self,
-        documents: Sequence[str],
-        labels: ArrayLike | None = None,
-        threads: int | None = None,
+        self, documents: Sequence[str], labels: ArrayLike | None = None, threads: int | None = None
     ) -> Rows:
         """Make one row for each document.
 

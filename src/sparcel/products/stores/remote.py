@@ -202,10 +202,7 @@ class Remote:
                 " an object store that can, or a folder by its path"
             )
         try:
-            with (
-                self._telling(f"{name} cannot be created in"),
-                self._in_turn,
-            ):
+            with self._telling(f"{name} cannot be created in"), self._in_turn:
                 self._files.pipe_file(self._at(name), b"".join(parts), mode="create")
         except OSError as error:
             # Not every store says that the file is there, or tells it from another writer's haste.
