@@ -15,17 +15,18 @@ from sparcel.errors import InputError
 from sparcel.products.linear import SparseLogisticRegression
 from sparcel.products.linear.inputs import read, read_weights
 from sparcel.products.linear.model import Coordinates, LinearModel
-from sparcel.products.linear.parameters import OF_ONE_SOLVER, Parameters, descriptions
+from sparcel.products.linear.parameters import OF_ONE_SOLVER, Parameters
 from sparcel.products.rows import SvmLight
 from sparcel.products.rows.cache import START
 from sparcel.tools.cli.linear import fit, layout_of
+from sparcel.tools.cli.options import descriptions
 from tests.linear.command import sparcel
 
 
 def test_estimators_and_the_command_have_the_settings_and_defaults_of_one_description():
     names = [one.name for one in fields(Parameters)]
-    assert list(descriptions()) == names
-    assert all(descriptions().values())
+    assert list(descriptions(Parameters)) == names
+    assert all(descriptions(Parameters).values())
     options = inspect.signature(fit).parameters
     for one in fields(Parameters):
         assert options[one.name].default == getattr(SparseLogisticRegression(), one.name)

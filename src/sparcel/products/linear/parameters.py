@@ -5,8 +5,6 @@ This module imports little, so that the command starts quickly.
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -115,14 +113,6 @@ class Parameters:
     density: float | None = None
     bits: int | None = None
     random_state: int = 0
-
-
-def descriptions() -> dict[str, str]:
-    """Return what the docstring of `Parameters` says of each, as one line of plain text."""
-    _, _, section = (inspect.getdoc(Parameters) or "").partition("----------\n")
-    parts = re.split(r"^(\w.*)\n", section, flags=re.MULTILINE)[1:]
-    texts = [re.sub(r'``"?|"?``|`', "", " ".join(text.split())) for text in parts[1::2]]
-    return dict(zip(parts[::2], texts, strict=True))
 
 
 class StepSizes:

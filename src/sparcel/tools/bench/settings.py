@@ -25,6 +25,42 @@ class BenchSettings:
 
     Attributes
     ----------
+    sizes
+        Numbers of coordinates of the vectors: 1000, 25.6M (power of 1000), 16Mi (power of 1024).
+    densities
+        Shares of the coordinates that each rank sends: 0.01 sends 1 %.
+    distributions
+        Positions of these coordinates: uniform, clustered (in a few windows), identical (the same
+        on all ranks), or file (the largest of --gradients). The default is file with --gradients,
+        else uniform.
+    algorithms
+        Algorithms to measure, separated by commas, or all.
+    format
+        How sparse streams travel: raw, packed, or rounded, such as packed:4 and raw:bfloat16.
+    engines
+        gloo, mpi or gloo,mpi. The default is all engines for which the processes were launched.
+    whole_step
+        Measure whole training steps too: accumulate, select, exchange, update.
+    gradients
+        File of real gradients, instead of --sizes: .npy, .npz or .pt, with one vector, or one for
+        each rank.
+    iterations
+        Timed runs of each algorithm in a round.
+    warmup
+        Runs of each algorithm before the timed ones.
+    rounds
+        Repetitions of all rows, so that a passing disturbance of the machine affects all of them
+        alike.
+    ranks
+        Number of processes to start, if no launcher did.
+    rate
+        Rate of a machine's link, such as 10gbit; the lab sets it by itself.
+    rates
+        Show the times that the cost model predicts, too. The rates come from a file of `sparcel
+        plan --measure --save`, from one for each engine (gloo=FILE,mpi=FILE), or from a measurement
+        (now).
+    json
+        File for the results.
     coordinates
         The sizes.
     kinds
@@ -42,85 +78,21 @@ class BenchSettings:
         When one of them is wrong, or two do not go together.
     """
 
-    sizes: Annotated[
-        str,
-        typer.Option(
-            help="Numbers of coordinates of the vectors: 1000, 25.6M (power of 1000), 16Mi (power "
-            "of 1024)."
-        ),
-    ] = "1Mi"
-    densities: Annotated[
-        str, typer.Option(help="Shares of the coordinates that each rank sends: 0.01 sends 1 %.")
-    ] = "0.01,0.001"
-    distributions: Annotated[
-        str | None,
-        typer.Option(
-            help="Positions of these coordinates: uniform, clustered (in a few windows), identical "
-            "(the same on all ranks), or file (the largest of --gradients). The default is file "
-            "with --gradients, else uniform."
-        ),
-    ] = None
-    algorithms: Annotated[
-        str, typer.Option(help="Algorithms to measure, separated by commas, or all.")
-    ] = "all"
-    format: Annotated[
-        str,
-        typer.Option(
-            help="How sparse streams travel: raw, packed, or rounded, such as packed:4 and "
-            "raw:bfloat16."
-        ),
-    ] = "raw"
-    engines: Annotated[
-        str,
-        typer.Option(
-            help="gloo, mpi or gloo,mpi. The default is all engines for which the processes were "
-            "launched."
-        ),
-    ] = ""
-    whole_step: Annotated[
-        bool,
-        typer.Option(
-            "--whole-step",
-            help="Measure whole training steps too: accumulate, select, exchange, update.",
-        ),
-    ] = False
-    gradients: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of real gradients, instead of --sizes: .npy, .npz or .pt, with one vector, "
-            "or one for each rank.",
-        ),
-    ] = None
-    iterations: Annotated[
-        int, typer.Option(min=1, help="Timed runs of each algorithm in a round.")
-    ] = 20
-    warmup: Annotated[
-        int, typer.Option(min=1, help="Runs of each algorithm before the timed ones.")
-    ] = 2
-    rounds: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Repetitions of all rows, so that a passing disturbance of the machine affects "
-            "all of them alike.",
-        ),
-    ] = 1
-    ranks: Annotated[
-        int, typer.Option(min=1, help="Number of processes to start, if no launcher did.")
-    ] = 4
-    rate: Annotated[
-        str | None,
-        typer.Option(help="Rate of a machine's link, such as 10gbit; the lab sets it by itself."),
-    ] = None
-    rates: Annotated[
-        str,
-        typer.Option(
-            help="Show the times that the cost model predicts, too. The rates come from a file of "
-            "`sparcel plan --measure --save`, from one for each engine (gloo=FILE,mpi=FILE), or "
-            "from a measurement (now).",
-        ),
-    ] = ""
-    json: Annotated[Path | None, typer.Option(help="File for the results.")] = None
+    sizes: str = "1Mi"
+    densities: str = "0.01,0.001"
+    distributions: str | None = None
+    algorithms: str = "all"
+    format: str = "raw"
+    engines: str = ""
+    whole_step: bool = False
+    gradients: Path | None = None
+    iterations: Annotated[int, typer.Option(min=1)] = 20
+    warmup: Annotated[int, typer.Option(min=1)] = 2
+    rounds: Annotated[int, typer.Option(min=1)] = 1
+    ranks: Annotated[int, typer.Option(min=1)] = 4
+    rate: str | None = None
+    rates: str = ""
+    json: Path | None = None
 
     def __post_init__(self) -> None:
         # These load torch, which help does not need.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, fields
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -84,20 +86,55 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def takes_options(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a command of a function that takes options as a dataclass, ``options``, a field each."""
+def takes_options(
+    options: type[Any], **instead: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command of a function that takes a dataclass, whose fields are options.
+
+    Their help is what the docstring of the dataclass says of them. What is False by default has no
+    second name that says no.
+
+    Parameters
+    ----------
+    instead
+        Types of fields, where Typer cannot read those that they have.
+    """
+    hints, texts = get_type_hints(options, include_extras=True) | instead, descriptions(options)
+    taken = [_as_option(one, hints[one.name], texts.get(one.name)) for one in fields(options)]
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(function, eval_str=True).parameters.values()
-        given = inspect.signature(options, eval_str=True).parameters.values()
+        (whole,) = (one.name for one in own if one.annotation is options)
+        typed = [one for kept in own for one in (taken if kept.name == whole else [kept])]
 
         @wraps(function)
-        def command(**values: Any) -> None:
-            taken = options(**{one.name: values.pop(one.name) for one in given})
-            function(**values, options=taken)
+        def command(**given: Any) -> None:
+            made = options(**{one.name: given.pop(one.name) for one in taken})
+            function(**given, **{whole: made})
 
-        kept = [one for one in own if one.name != "options"]
-        command.__signature__ = inspect.Signature([*kept, *given])  # type: ignore[attr-defined]
+        command.__signature__ = inspect.Signature(typed)  # type: ignore[attr-defined]
         return command
 
     return decorate
+
+
+def descriptions(described: type[Any]) -> dict[str, str]:
+    """Return what the docstring of a dataclass says of each field, as one line of plain text."""
+    _, _, section = (inspect.getdoc(described) or "").partition("----------\n")
+    parts = re.split(r"^(\w.*)\n", section, flags=re.MULTILINE)[1:]
+    plain = [re.sub(r'``"?|"?``', "", " ".join(text.split())) for text in parts[1::2]]
+    texts = [re.sub(r"`(\S+)`", r"\1", text) for text in plain]
+    return dict(zip(parts[::2], texts, strict=True))
+
+
+def _as_option(one: Field[Any], hint: Any, text: str | None) -> inspect.Parameter:
+    kind, *given = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    names = [_option(one.name)] if one.default is False else []
+    option = given[0] if given else typer.Option(*names)
+    option.help = option.help or text
+    return inspect.Parameter(
+        one.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=one.default,
+        annotation=Annotated[kind, option],
+    )

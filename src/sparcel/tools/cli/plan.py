@@ -36,82 +36,71 @@ _NETWORK = ("nodes", "ranks_per_node", "bandwidth", "latency", "node_bandwidth")
 
 @dataclass(frozen=True)
 class _Options:
-    """The options of the command."""
+    """The options of `sparcel plan`.
 
-    model: Annotated[
-        str,
-        typer.Option(help="resnet50, bert-base, gpt2, llama-3.2-1b …, see sparcel.plan.MODELS."),
-    ] = "resnet50"
-    parameters: Annotated[
-        str | None, typer.Option(help="Number of parameters, instead of --model: 25.6M, 7B.")
-    ] = None
-    density: Annotated[
-        float,
-        typer.Option(
-            help="Share of the gradient that a rank sends: 0.01 is 1 %. attach has its own, and its"
-            " own format."
-        ),
-    ] = 0.01
-    format: Annotated[
-        str,
-        typer.Option(
-            help="How sparse methods send it: raw, packed, auto, or rounded, as packed:4."
-        ),
-    ] = "raw"
-    steps: Annotated[
-        int | None,
-        typer.Option(min=1, help="Length of the training, whose first steps send more."),
-    ] = None
-    every: Annotated[
-        int, typer.Option(min=1, help="Steps that machines train apart before an outer step.")
-    ] = 30
-    muon: Annotated[
-        bool, typer.Option("--muon", help="Plan for Muon, under which attach sends 8 bits.")
-    ] = False
-    compute: Annotated[
-        str | None,
-        typer.Option(
-            help="Time of a forward and a backward pass: 120ms. By default that of the model, 32"
-            " samples and --device."
-        ),
-    ] = None
-    device: Annotated[str, typer.Option(help="Device that computes: gpu or cpu.")] = "gpu"
-    nodes: Annotated[int, typer.Option(min=1, help="Number of machines.")] = 8
-    ranks_per_node: Annotated[
-        int, typer.Option(min=1, help="GPUs, or processes, on each machine.")
-    ] = 1
-    bandwidth: Annotated[
-        str, typer.Option(help="Rate of a machine's link: 1gbit, 25gbit, 200mbit.")
-    ] = "1gbit"
-    latency: Annotated[
-        str, typer.Option(help="Latency of a message on this link: 100us, 40ms.")
-    ] = "100us"
-    node_bandwidth: Annotated[
-        str, typer.Option(help="Rate between ranks of one machine: 80gbit, 2400gbit.")
-    ] = "80gbit"
-    topology: Annotated[
-        str,
-        typer.Option(
-            help="all-reduce, or parameter-server: each machine has a link of its own to it."
-        ),
-    ] = "all-reduce"
-    bucket: Annotated[
-        float, typer.Option(min=0.001, help="MiB of gradients in a bucket of DDP.")
-    ] = 25.0
-    rates: Annotated[
-        Path | None,
-        typer.Option(help="File that --save wrote, instead of stated figures."),
-    ] = None
-    measure: Annotated[
-        bool,
-        typer.Option(
-            "--measure",
-            help="Measure the network: run on all ranks with torchrun, mpiexec or sparcel lab run.",
-        ),
-    ] = False
-    save: Annotated[Path | None, typer.Option(help="File for the rates that --measure finds.")] = (
-        None
-    )
+    Attributes
+    ----------
+    model
+        resnet50, bert-base, gpt2, llama-3.2-1b …, see sparcel.plan.MODELS.
+    parameters
+        Number of parameters, instead of --model: 25.6M, 7B.
+    density
+        Share of the gradient that a rank sends: 0.01 is 1 %. attach has its own, and its own
+        format.
+    format
+        How sparse methods send it: raw, packed, auto, or rounded, as packed:4.
+    steps
+        Length of the training, whose first steps send more.
+    every
+        Steps that machines train apart before an outer step.
+    muon
+        Plan for Muon, under which attach sends 8 bits.
+    compute
+        Time of a forward and a backward pass: 120ms. By default that of the model, 32 samples and
+        --device.
+    device
+        Device that computes: gpu or cpu.
+    nodes
+        Number of machines.
+    ranks_per_node
+        GPUs, or processes, on each machine.
+    bandwidth
+        Rate of a machine's link: 1gbit, 25gbit, 200mbit.
+    latency
+        Latency of a message on this link: 100us, 40ms.
+    node_bandwidth
+        Rate between ranks of one machine: 80gbit, 2400gbit.
+    topology
+        all-reduce, or parameter-server: each machine has a link of its own to it.
+    bucket
+        MiB of gradients in a bucket of DDP.
+    rates
+        File that --save wrote, instead of stated figures.
+    measure
+        Measure the network: run on all ranks with torchrun, mpiexec or sparcel lab run.
+    save
+        File for the rates that --measure finds.
+    """
+
+    model: str = "resnet50"
+    parameters: str | None = None
+    density: float = 0.01
+    format: str = "raw"
+    steps: Annotated[int | None, typer.Option(min=1)] = None
+    every: Annotated[int, typer.Option(min=1)] = 30
+    muon: bool = False
+    compute: str | None = None
+    device: str = "gpu"
+    nodes: Annotated[int, typer.Option(min=1)] = 8
+    ranks_per_node: Annotated[int, typer.Option(min=1)] = 1
+    bandwidth: str = "1gbit"
+    latency: str = "100us"
+    node_bandwidth: str = "80gbit"
+    topology: str = "all-reduce"
+    bucket: Annotated[float, typer.Option(min=0.001)] = 25.0
+    rates: Path | None = None
+    measure: bool = False
+    save: Path | None = None
 
 
 @takes_options(_Options)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import Field, fields, make_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sparcel.core._files import replacing
 from sparcel.errors import InputError, checked_name
-from sparcel.products.linear.parameters import LOSSES, OF_ONE_SOLVER, Parameters, Rule, descriptions
+from sparcel.products.linear.parameters import LOSSES, OF_ONE_SOLVER, Parameters
 from sparcel.tools.cli.options import check_apart, check_output, refuse_typed, takes_options
 
 if TYPE_CHECKING:
@@ -59,88 +59,66 @@ def layout_of(data: list[Path], layout: str | None) -> str:
     return kinds.pop()
 
 
-_NAMES = {"random_state": "--seed", "average": "--average", "asynchronous": "--asynchronous"}
-"""Options that are not called as the parameter is, or have no second name that says no."""
-
-
-def _annotation(one: Field[Any], hint: Any, text: str) -> Any:
-    """Return the type and the option of a parameter, as Typer reads them."""
-    names = [_NAMES[one.name]] if one.name in _NAMES else []
-    if hint == Rule or get_origin(hint) is Literal:
-        hint = str
-    more: dict[str, Any] = {}
-    if one.default is not None and type(None) in get_args(hint):
-        more = {"parser": _number_or_none, "metavar": "FLOAT|none"}
-    return Annotated[hint, typer.Option(*names, help=text, **more)]
-
-
 def _number_or_none(text: str | float) -> float | None:
     return None if str(text).lower() == "none" else float(text)
 
 
-_TEXTS, _HINTS = descriptions(), get_type_hints(Parameters)
-_Options = make_dataclass(
-    "_Options",
-    [
-        (one.name, _annotation(one, _HINTS[one.name], _TEXTS[one.name]), one.default)
-        for one in fields(Parameters)
-    ],
-    kw_only=True,
-)
-"""`Parameters` as options."""
+@dataclass(frozen=True)
+class _Options:
+    """The options of `sparcel linear fit`, besides `Parameters`.
+
+    Attributes
+    ----------
+    out
+        File for the model.
+    loss
+        logistic, hinge, squared_hinge, or squared for regression.
+    weights
+        File with the weight of each row, not negative: a number a line.
+    ngrams
+        What text becomes: word:1-2 stands for single words and pairs, char:3 for every three
+        characters, char_wb:2-4 for characters inside words.
+    dimensions
+        Number of coordinates. For text the default is 1048576; for svmlight, what the highest index
+        needs.
+    index_from
+        The first index of svmlight files.
+    cache
+        File to keep the parsed rows in, made anew when the data change. All processes of a machine
+        share it, each its own part.
+    checkpoint
+        File to keep the state in after each epoch.
+    resume
+        Go on from the checkpoint, if it is there.
+    plot
+        Picture of the loss against time.
+    """
+
+    out: Path = Path("model.npz")
+    loss: str = LOSSES[0]
+    weights: Path | None = None
+    layout: Layout = None
+    label: Label = "label"
+    text: TextName = "text"
+    ngrams: str = "word:1-2"
+    dimensions: Annotated[int | None, typer.Option(min=2)] = None
+    index_from: Annotated[int, typer.Option(min=0, max=1)] = 1
+    cache: Path | None = None
+    checkpoint: Path | None = None
+    resume: bool = False
+    plot: Path | None = None
 
 
 @linear.command()
 @takes_options(_Options)
-def fit(
-    context: typer.Context,
-    data: Data,
-    out: Annotated[Path, typer.Option(help="File for the model.")] = Path("model.npz"),
-    loss: Annotated[
-        str, typer.Option(help="logistic, hinge, squared_hinge, or squared for regression.")
-    ] = LOSSES[0],
-    weights: Annotated[
-        Path | None,
-        typer.Option(help="File with the weight of each row, not negative: a number a line."),
-    ] = None,
-    layout: Layout = None,
-    label: Label = "label",
-    text: TextName = "text",
-    ngrams: Annotated[
-        str,
-        typer.Option(
-            help="What text becomes: word:1-2 stands for single words and pairs, char:3 for every"
-            " three characters, char_wb:2-4 for characters inside words."
-        ),
-    ] = "word:1-2",
-    dimensions: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            help="Number of coordinates. For text the default is 1048576; for svmlight, what the"
-            " highest index needs.",
-        ),
-    ] = None,
-    index_from: Annotated[
-        int, typer.Option(min=0, max=1, help="The first index of svmlight files.")
-    ] = 1,
-    cache: Annotated[
-        Path | None,
-        typer.Option(
-            help="File to keep the parsed rows in, made anew when the data change. All processes of"
-            " a machine share it, each its own part."
-        ),
-    ] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="File to keep the state in after each epoch.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the checkpoint, if it is there.")
-    ] = False,
-    plot: Annotated[Path | None, typer.Option(help="Picture of the loss against time.")] = None,
-    *,
-    options: Any,
-) -> None:
+@takes_options(
+    Parameters,
+    solver=str,
+    step=str,
+    tol=Annotated[float | None, typer.Option(parser=_number_or_none, metavar="FLOAT|none")],
+    random_state=Annotated[int, typer.Option("--seed")],
+)
+def fit(context: typer.Context, data: Data, options: _Options, parameters: Parameters) -> None:
     """Fit a model to labelled rows.
 
     Shows the mean loss of each epoch: with sgd, of every row before the step that used it, which in
@@ -150,7 +128,7 @@ def fit(
     from sparcel.products.linear.fit import Fit
     from sparcel.products.linear.trainer import Settings
 
-    solver = checked_name(options.solver, OF_ONE_SOLVER, "--solver")
+    solver = checked_name(parameters.solver, OF_ONE_SOLVER, "--solver")
     other = next(name for name in OF_ONE_SOLVER if name != solver)
     refuse_typed(
         context,
@@ -158,16 +136,18 @@ def fit(
         f"is a setting of --solver {other}, and the solver is {solver}; leave it out, or give"
         f" --solver {other}",
     )
+    out, weights, cache = options.out, options.weights, options.cache
+    checkpoint, plot = options.checkpoint, options.plot
     outputs = {"--out": out, "--cache": cache, "--checkpoint": checkpoint, "--plot": plot}
     for file in outputs.values():
         check_output(file)
-    check_apart(outputs, [*data, *([] if weights is None else [weights])])
+    check_apart(outputs, data if weights is None else [*data, weights])
     if plot is not None and plot.suffix not in (".pdf", ".png", ".svg"):
         raise InputError(f"--plot must end in .pdf, .png or .svg, got {plot}")
-    if resume and checkpoint is None:
+    if options.resume and checkpoint is None:
         raise InputError("--resume needs --checkpoint FILE, the state to go on from")
-    settings = Settings(loss=loss, **vars(options))
-    found = layout_of(data, layout)
+    settings = Settings(loss=options.loss, **vars(parameters))
+    found = layout_of(data, options.layout)
     is_svmlight = found == "svmlight"
     others = "text, such as .tsv or .jsonl" if is_svmlight else "svmlight"
     refuse_typed(
@@ -176,29 +156,27 @@ def fit(
         f"is for files of {others}, and these are {found}; leave it out, or tell with --layout"
         " what the files hold",
     )
-    source = _source(found, label, text, ngrams, dimensions, index_from)
-    Fit(data, source, settings, out, weights, cache, checkpoint, resume, plot).run()
+    source = _source(found, options)
+    Fit(data, source, settings, out, weights, cache, checkpoint, options.resume, plot).run()
 
 
-def _source(
-    layout: str, label: str, text: str, ngrams: str, dimensions: int | None, index_from: int
-) -> Source:
+def _source(layout: str, options: _Options) -> Source:
     from sparcel.products.rows import HashedNGrams, SvmLight, Text
 
     if layout == "svmlight":
-        return SvmLight(dimensions, index_from)
+        return SvmLight(options.dimensions, options.index_from)
     if layout == "lines":
         raise InputError("a document a line has no label to fit to; use .tsv or .jsonl files")
-    parts = re.fullmatch(r"(word|char|char_wb):(\d+)(?:-(\d+))?", ngrams)
+    parts = re.fullmatch(r"(word|char|char_wb):(\d+)(?:-(\d+))?", options.ngrams)
     if parts is None:
         raise InputError(
             f"--ngrams must be word, char or char_wb, a colon and lengths, such as word:1-2 or"
-            f" char:3, got {ngrams!r}"
+            f" char:3, got {options.ngrams!r}"
         )
     analyzer, low, high = parts.groups()
     lengths = int(low), int(high or low)
-    hashed = HashedNGrams(analyzer, lengths, dimensions or 2**20)  # type: ignore[arg-type]
-    return Text(layout, hashed, label, text)  # type: ignore[arg-type]
+    hashed = HashedNGrams(analyzer, lengths, options.dimensions or 2**20)  # type: ignore[arg-type]
+    return Text(layout, hashed, options.label, options.text)  # type: ignore[arg-type]
 
 
 @linear.command()
