@@ -100,7 +100,7 @@ def takes_options(
         Types of fields, where Typer cannot read those that they have.
     """
     hints, texts = get_type_hints(options, include_extras=True) | instead, descriptions(options)
-    taken = [_as_option(one, hints[one.name], texts.get(one.name)) for one in fields(options)]
+    taken = [_as_option(one, hints[one.name], texts) for one in fields(options)]
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(function, eval_str=True).parameters.values()
@@ -127,11 +127,11 @@ def descriptions(described: type[Any]) -> dict[str, str]:
     return dict(zip(parts[::2], texts, strict=True))
 
 
-def _as_option(one: Field[Any], hint: Any, text: str | None) -> inspect.Parameter:
+def _as_option(one: Field[Any], hint: Any, texts: Mapping[str, str]) -> inspect.Parameter:
     kind, *given = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     names = [_option(one.name)] if one.default is False else []
     option = given[0] if given else typer.Option(*names)
-    option.help = option.help or text
+    option.help = option.help or texts[one.name]
     return inspect.Parameter(
         one.name,
         inspect.Parameter.KEYWORD_ONLY,
