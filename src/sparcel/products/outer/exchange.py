@@ -29,6 +29,9 @@ Outcome = Literal["done", "void", "again", "late"]
 _REMEMBERED = 0.1
 """How much of an average has to be left when the next one comes, so that it is worth its bytes."""
 
+_ENTRY = "second moment of "
+"""What the names begin with under which second moments are averaged."""
+
 
 class Moments:
     """The second moments of a fragment, which become averages in an outer step.
@@ -86,9 +89,6 @@ class Moments:
             kept, bias, _ = self._own[name]
             kept.copy_(averages[name] * bias)
         return [*averages]
-
-
-_ENTRY = "second moment of "
 
 
 def entry(name: str) -> str:
