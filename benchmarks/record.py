@@ -247,12 +247,14 @@ def run_here(
     jobs: Iterable[Row],
     rank: int = 0,
     meet: Callable[[], object] = lambda: None,
+    **about: Any,
 ) -> None:
     """Call ``work(**job)`` for each job that a record lacks, one after the other.
 
-    If all of several ranks call, they ``meet``, and the first one adds the rows.
+    If all of several ranks call, they ``meet``, and the first one adds the rows. The record also
+    tells what is ``about`` all of them.
     """
-    (rows, left), origin = left_of(output, jobs), machine()
+    (rows, left), origin = left_of(output, jobs), {**machine(), **about}
     meet()  # all have read what the first one will write
     for job in left:
         row = {**job, **work(**job)}

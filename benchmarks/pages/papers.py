@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.network import commlib_report as report
 from benchmarks.network import papers_models as models
-from benchmarks.pages.tables import over_seeds, table
+from benchmarks.pages.tables import over_seeds, points, table
 from benchmarks.record import Row, recorded, shown_of
 from sparcel.tools.analysis import expected_nnz
 
@@ -239,13 +239,13 @@ def _over_dense(method: str, name: str = "convergence", **setting: Any) -> str:
     place = {key: value for key, value in setting.items() if key != "density"}
     every = [*shown_of("convergence"), *shown_of("convergence_sweeps")]
     dense = {
-        row["seed"]: row["accuracy"]
+        row["seed"]: row
         for row in every
         if row["task"] == "images" and row["method"] == "dense" and place.items() <= row.items()
     }
     wanted = {"task": "images", "method": method, **setting}
     runs = [row for row in shown_of(name) if wanted.items() <= row.items()]
-    return over_seeds([100 * (row["accuracy"] - dense[row["seed"]]) for row in runs], 1)
+    return over_seeds(points((row, dense[row["seed"]]) for row in runs), 1)
 
 
 def _recipe(recipe: str) -> str:
@@ -254,8 +254,7 @@ def _recipe(recipe: str) -> str:
     key = ("batch", "steps", "seed")
     dense = {tuple(row[one] for one in key): row for row in rows if row["method"] == "dense"}
     runs = [row for row in rows if row["recipe"] == recipe and row["method"] != "dense"]
-    over = [100 * (run["accuracy"] - dense[*(run[one] for one in key)]["accuracy"]) for run in runs]
-    return over_seeds(over, 1)
+    return over_seeds(points((run, dense[*(run[one] for one in key)]) for run in runs), 1)
 
 
 def _signals() -> list[Row]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import exp
 from statistics import mean, stdev
+
+from benchmarks.record import Row
 
 
 def table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
@@ -26,3 +29,17 @@ def over_seeds(values: Sequence[float], digits: int) -> str:
         return ", ".join(f"{value:+.{digits}f}" for value in values)
     half = float(student.ppf(0.975, count - 1)) * stdev(values) / count**0.5
     return f"{mean(values):+.{digits}f} ± {half:.{digits}f}"
+
+
+Pairs = Iterable[tuple[Row, Row]]
+"""Rows of trainings, each with that of dense training, or of another one to compare with."""
+
+
+def points(pairs: Pairs) -> list[float]:
+    """Return how many points of accuracy trainings have over others."""
+    return [100 * (row["accuracy"] - base["accuracy"]) for row, base in pairs]
+
+
+def perplexity(pairs: Pairs) -> list[float]:
+    """Return how much more perplexity trainings have than others, %."""
+    return [100 * (exp(row["loss"] - base["loss"]) - 1) for row, base in pairs]

@@ -17,21 +17,21 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from math import exp
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.pages.tables import over_seeds, table
+from benchmarks.pages.tables import over_seeds, perplexity, points, table
 from benchmarks.record import RESULTS, Row, among, run_all, runs_told
 from benchmarks.streams.paper_selectors import GaussianK
+from benchmarks.training.frontier_report import over_dense
 from benchmarks.training.task_training import Method, train
 from benchmarks.training.tasks import TASKS
 
 NODES = {"ranks_per_node": 4}
 RANKS, DENSITY = 8, 0.01
 
-SUITE = ("images", "words", "characters", "speech", "intents")
+SUITE = ("words", "characters", "images", "speech", "intents")
 """The tasks that are judged."""
 
 METHODS = (
@@ -55,16 +55,6 @@ METHODS = (
     Method("oktopk 0.1 %", "oktopk", {"density": 0.001}),
 )
 
-HALFWAY = (
-    Method("scalecom β=0.1, 250 steps", "scalecom", {"beta": 0.1, "beta_steps": 250}),
-    Method(
-        "scalecom β=0.1, 250 steps, the paper's switch",
-        "scalecom",
-        {"beta": 0.1, "beta_steps": 250, "beta_switch": "memory"},
-    ),
-)
-"""For batches of 256, which train for 500 steps."""
-
 JUDGED = ("topk", "gtopk", "oktopk", "scalecom")
 
 CAUSES = tuple(
@@ -79,7 +69,7 @@ CAUSES = tuple(
 )
 
 
-BY_LABEL = {method.label: method for method in (*METHODS, *HALFWAY, *CAUSES)}
+BY_LABEL = {method.label: method for method in (*METHODS, *CAUSES)}
 
 
 def trained(data: Path, method: str, density: float, **run: Any) -> Row:
@@ -90,11 +80,6 @@ def trained(data: Path, method: str, density: float, **run: Any) -> Row:
     return train(data, method=chosen, **run)
 
 
-SHOWN = "words", "characters", "images", "speech", "intents"
-IN_PERPLEXITY = "words", "characters"
-"""The tasks of which tables show perplexity; of the others they show points of accuracy."""
-
-
 def suite_table(rows: list[Row]) -> Iterator[str]:
     """Return the lines of what sparcel's methods ended at over dense training, same seeds."""
     dense = {(row["task"], row["seed"]): row for row in rows if row["method"] == "dense"}
@@ -103,21 +88,17 @@ def suite_table(rows: list[Row]) -> Iterator[str]:
     for row in rows:
         if row["method"] in of_words:
             runs.setdefault(row["method"], []).append(row)
-    columns = "method", "bytes of words", *SHOWN
+    columns = "method", "bytes of words", *SUITE
     return table(columns, ([method, *_ends(found, dense)] for method, found in runs.items()))
 
 
 def _ends(runs: list[Row], dense: dict[tuple[str, int], Row]) -> Iterator[str]:
-    words = [(run, dense["words", run["seed"]]) for run in runs if run["task"] == "words"]
-    yield f"{mean(run['bytes_a_step'] / base['bytes_a_step'] for run, base in words):.1%}"
-    for task in SHOWN:
-        found = [(run, dense[task, run["seed"]]) for run in runs if run["task"] == task]
-        if task in IN_PERPLEXITY:
-            over = [100 * (exp(run["loss"] - base["loss"]) - 1) for run, base in found]
-        else:
-            over = [100 * (run["accuracy"] - base["accuracy"]) for run, base in found]
-        unit = " %" if task in IN_PERPLEXITY else ""
-        yield over_seeds(over, 1) + unit if found else ""
+    pairs = {
+        task: [(run, dense[task, run["seed"]]) for run in runs if run["task"] == task]
+        for task in SUITE
+    }
+    yield f"{mean(run['bytes_a_step'] / base['bytes_a_step'] for run, base in pairs['words']):.1%}"
+    yield from (over_dense(task, pairs[task]) for task in SUITE)
 
 
 def sweeps_table(sweeps: list[Row], suite: list[Row]) -> Iterator[str]:
@@ -126,7 +107,7 @@ def sweeps_table(sweeps: list[Row], suite: list[Row]) -> Iterator[str]:
     others = [
         row
         for row in sweeps
-        if row["task"] in SHOWN and row["method"] != "dense" and "250 steps" not in row["method"]
+        if row["task"] in SUITE and row["method"] in BY_LABEL and row["method"] != "dense"
     ]
     others.sort(key=lambda row: (_setting(row), row["density_before"]))
     columns = "task", "method", "ranks", "batch", "asked", "accuracy", "perplexity"
@@ -137,8 +118,10 @@ def _sweep(row: Row, base: Row) -> Iterator[str]:
     yield from (row["task"], row["method"])
     yield from (str(row[key]) for key in ("ranks", "batch"))
     yield f"{row['density']:.1%}"
-    yield f"{100 * (row['accuracy'] - base['accuracy']):+.2f}"
-    yield f"{100 * (exp(row['loss'] - base['loss']) - 1):+.1f} %"
+    yield from (
+        over_seeds(points([(row, base)]), 2),
+        f"{over_seeds(perplexity([(row, base)]), 1)} %",
+    )
 
 
 def _setting(row: Row) -> tuple[str, int, int, int]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import exp, log
 from statistics import geometric_mean, mean
 
-from benchmarks.pages.tables import over_seeds, table
+from benchmarks.pages.tables import over_seeds, perplexity, points, table
 from benchmarks.record import Row, is_todays, rows_of
 from benchmarks.training.tasks import TASKS
 
@@ -56,9 +56,6 @@ BY_BITS = {
 }
 """What travels, with labels: what Muon asks for."""
 
-IN_POINTS = "images", "speech", "intents"
-"""The tasks of which tables show accuracy; of the others, language models, perplexity."""
-
 Setting = tuple[str, int, int]
 
 
@@ -86,13 +83,19 @@ def dense_of(rows: Sequence[Row]) -> Mapping[tuple[object, ...], Row]:
     return {(*setting_of(row), row["seed"]): row for row in rows if row["run"] == "dense"}
 
 
-def _over_dense(
-    found: Sequence[Row], dense: Mapping[tuple[object, ...], Row]
-) -> tuple[list[float], list[float]]:
-    """Return points of accuracy and % of perplexity over dense training with the same seeds."""
-    pairs = [(row, dense[*setting_of(row), row["seed"]]) for row in found]
-    points = [100 * (row["accuracy"] - base["accuracy"]) for row, base in pairs]
-    return points, [100 * (exp(row["loss"] - base["loss"]) - 1) for row, base in pairs]
+def _beside(found: Sequence[Row], rows: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """Return rows with those of dense training with the same seeds."""
+    dense = dense_of(rows)
+    return [(row, dense[*setting_of(row), row["seed"]]) for row in found]
+
+
+def over_dense(task: str, pairs: Sequence[tuple[Row, Row]]) -> str:
+    """Return the perplexity of language models, the points of accuracy of others."""
+    if not pairs:
+        return ""
+    if TASKS[task].kind == "language":
+        return f"{over_seeds(perplexity(pairs), 1)} %"
+    return over_seeds(points(pairs), 1)
 
 
 def default_table(rows: Sequence[Row]) -> Iterator[str]:
@@ -101,16 +104,18 @@ def default_table(rows: Sequence[Row]) -> Iterator[str]:
         *("task", "trained", "dense loss", "seeds apart"),
         *("perplexity over dense", "accuracy over dense", "bytes"),
     )
-    return table(columns, ((task, model, *_beside(rows, task)) for task, model in MODELS.items()))
+    return table(
+        columns, ((task, model, *_of_default(rows, task)) for task, model in MODELS.items())
+    )
 
 
-def _beside(rows: Sequence[Row], task: str) -> Iterator[str]:
+def _of_default(rows: Sequence[Row], task: str) -> Iterator[str]:
     run = WITH_MUON if TASKS[task].optimizer == "Muon" else DEFAULT
     base, found = (usual_of(rows, one, task) for one in ("dense", run))
-    points, more = _over_dense(found, dense_of(rows))
+    pairs = _beside(found, rows)
     losses = [row["loss"] for row in base]
     yield from (f"{mean(losses):.4f}", f"{max(losses) - min(losses):.4f}")
-    yield from (f"{over_seeds(more, 2)} %", over_seeds(points, 2))
+    yield from (f"{over_seeds(perplexity(pairs), 2)} %", over_seeds(points(pairs), 2))
     yield f"{mean(row['share'] for row in found):.1%}"
 
 
@@ -127,11 +132,11 @@ def other_settings_table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _cells(run: str, found: Sequence[Row], rows: Sequence[Row]) -> list[str]:
-    points, more = _over_dense(found, dense_of(rows))
+    pairs = _beside(found, rows)
     return [
         *(found[0]["task"], run, *(str(found[0][key]) for key in ("ranks", "steps"))),
         f"{mean(row['share'] for row in found):.1%}",
-        *(over_seeds(points, 2), f"{over_seeds(more, 2)} %"),
+        *(over_seeds(points(pairs), 2), f"{over_seeds(perplexity(pairs), 2)} %"),
     ]
 
 
@@ -204,9 +209,7 @@ def _ends(
     found = next(found for task in sized if (found := usual_of(rows, run, task)))
     yield f"{mean(row['share'] for row in found):.1%}"
     for task in tasks:
-        points, more = _over_dense(usual_of(rows, run, task), dense_of(rows))
-        shown, unit = (points, "") if task in IN_POINTS else (more, " %")
-        yield over_seeds(shown, 1) + unit if shown else ""
+        yield over_dense(task, _beside(usual_of(rows, run, task), rows))
 
 
 def usual_of(rows: Sequence[Row], run: str, task: str) -> list[Row]:

@@ -42,17 +42,15 @@ that the output has are not repeated.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from ctypes import CDLL
 from dataclasses import replace
-from itertools import groupby, product
-from multiprocessing import get_context
+from functools import partial
+from itertools import cycle
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from time import perf_counter
 
 import torch
@@ -60,24 +58,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.clock import process_bytes, resident
-from benchmarks.record import Row, machine, network, options, rows_of, show, write
+import sparcel
+from benchmarks.clock import Clock, Timed, alone, gathered, gloo, in_turns, process_bytes, resident
+from benchmarks.record import Row, grid, network, options, report, run_here
 from benchmarks.training.fsdp_model import (
     ALONE,
+    ALONE_HALF,
     AT_10,
     HSDP,
     HSDP_HALF,
     LR,
     METHODS,
+    PACKED,
     TOPK,
+    Method,
     Replica,
     Shape,
+    Vector,
+    averager_of,
     mesh_of_nodes,
+    predicted,
     random_batches,
     vectors_of,
 )
-from benchmarks.training.fsdp_times import all_rows
-from benchmarks.training.tasks import TASKS, Split, Task, batches, loss_of
+from benchmarks.training.tasks import TASKS, batches, loss_of
+from sparcel.core.comm import resolve
 
 SHAPE, LARGER, LARGEST = (384, 3), (640, 5), (1024, 5)
 """Models of 5.4, 25 and 63 million parameters: width and layers."""
@@ -95,9 +100,7 @@ def remembered(shape: Shape) -> Iterator[Row]:
     """Yield what ranks hold with each method, in processes that end with it."""
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)
     server = _store(is_master=True) if os.environ["RANK"] == "0" else None
-    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
-        for label in IN_MEMORY:
-            yield pool.submit(_held, label, shape).result()
+    yield from (alone(_held, label, shape) for label in IN_MEMORY)
     del server
 
 
@@ -140,27 +143,13 @@ def _bytes_of_tensors() -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def trainings(data: Path, shape: Shape, steps: int, output: Path | None) -> Iterator[Row]:
-    """Yield a row for each training, those first that the output has."""
-    dist.init_process_group("gloo")
-    mesh = mesh_of_nodes()
-    task = replace(TASKS["characters"], steps=steps, batch=dist.get_world_size(), lr=LR)
-    recorded = [] if output is None else rows_of(output)
-    dist.barrier()  # all have read what rank 0 will write
-    yield from recorded
-    done = [(row["method"], row["seed"], row["steps"]) for row in recorded]
-    for seed, label in product(SEEDS, TRAINED):
-        if (label, seed, steps) not in done:
-            yield _trained(label, seed, mesh, shape, task, task.read(data / task.folder, seed))
-    dist.destroy_process_group()
-
-
-def _trained(
-    label: str, seed: int, mesh: DeviceMesh, shape: Shape, task: Task, split: Split
-) -> Row:
+def trained(data: Path, what: str, method: str, seed: int, steps: int) -> Row:
     """Train with a method, and return its losses; all ranks call."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    replica = Replica(METHODS[label], mesh, shape, seed, frontload=True, reshard=False)
+    task = replace(TASKS["characters"], steps=steps, batch=ranks, lr=LR)
+    split = task.read(data / task.folder, seed)
+    mesh = mesh_of_nodes()
+    replica = Replica(METHODS[method], mesh, SHAPE, seed, frontload=True, reshard=False)
     losses, start = [], perf_counter()
     for step, batch in enumerate(batches(len(split.y_train), task.batch, task.steps, seed)):
         part = batch.chunk(ranks)[rank]
@@ -178,10 +167,6 @@ def _trained(
     compression = None if replica.handle is None else replica.handle.stats().compression
     replica.close()
     return {
-        "what": "training",
-        "method": label,
-        "seed": seed,
-        "steps": task.steps,
         "loss": mean(by_step[-LAST:]),
         "held_out": held_out,
         "seconds": seconds,
@@ -190,28 +175,155 @@ def _trained(
     }
 
 
-def rows_for(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Yield the rows of what the arguments ask for; all ranks call."""
-    if arguments.train is not None:
-        return trainings(arguments.train, SHAPE, arguments.steps, arguments.output)
-    if arguments.memory:
-        return remembered(LARGEST)
-    return all_rows(SHAPE, (SHAPE, LARGER), arguments.rounds, arguments.repeats)
+EXCHANGED = (HSDP, HSDP_HALF, TOPK, PACKED, AT_10)
+GRADIENTS = 3
+"""Of how many steps gradients are exchanged by themselves, over and over."""
+
+Run = Callable[[], object]
+
+
+class Exchange:
+    """FSDP's all-reduces of a step, one after another, or the averager's exchange."""
+
+    def __init__(self, method: Method, mesh: DeviceMesh, vectors: Sequence[Vector]) -> None:
+        self._dtype, self._group = method.dtype or torch.float32, mesh["replicate"].get_group()
+        self._averager = None if method.is_hsdp else averager_of(vectors, method, mesh)
+        self.handle = None if self._averager is None else self._averager.handle
+        self._places = [vector.places for vector in vectors]
+        self._vectors: list[Tensor] = []
+
+    def prepare(self, gradients: Sequence[Tensor]) -> None:
+        self._vectors = [gradient.to(self._dtype, copy=True) for gradient in gradients]
+
+    def run(self) -> None:
+        if self._averager is None:
+            for vector in self._vectors:
+                dist.all_reduce(vector, group=self._group)
+            return
+        for vector, places in zip(self._vectors, self._places, strict=True):
+            self._averager.queue(vector, places)
+        self._averager.finish()
+
+
+def timed_rows(rounds: int, repeats: int) -> Iterator[Row]:
+    """Yield rows of steps of a model, and of exchanges of models; all ranks call."""
+    mesh, clock = mesh_of_nodes(), Clock(resolve(None))
+    yield from _steps(clock, mesh, SHAPE, rounds, repeats)
+    for one in (SHAPE, LARGER):
+        yield from _exchanges(clock, mesh, one, rounds, repeats)
+    clock.comm.close()
+
+
+def _steps(
+    clock: Clock, mesh: DeviceMesh, shape: Shape, rounds: int, repeats: int
+) -> Iterator[Row]:
+    replicas = {label: Replica(method, mesh, shape) for label, method in METHODS.items()}
+    batches = random_batches(1)
+    jobs = {label: partial(_next_step, replica, batches) for label, replica in replicas.items()}
+    found = _timed(clock, jobs, rounds, repeats)
+    vectors = vectors_of(replicas[ALONE].model)
+    floors = {METHODS[label].dtype: found[label]["all_ms"] for label in (ALONE, ALONE_HALF)}
+    for label, replica in replicas.items():
+        both = zip(found[label]["all_ms"], floors[replica.method.dtype], strict=True)
+        yield {
+            "what": "step",
+            "method": label,
+            "parameters": replica.parameters,
+            "added_ms": median(step - floor for step, floor in both),
+            **found[label],
+            **_bytes(vectors, replica.method, mesh, replica.handle),
+        }
+        replica.close()
+
+
+def _next_step(replica: Replica, batches: Iterator[tuple[Tensor, Tensor]]) -> Run:
+    return partial(replica.step, *next(batches))
+
+
+def _exchanges(
+    clock: Clock, mesh: DeviceMesh, shape: Shape, rounds: int, repeats: int
+) -> Iterator[Row]:
+    replica = Replica(METHODS[ALONE], mesh, shape)
+    vectors, batches, gradients = vectors_of(replica.model), random_batches(1), []
+    for _ in range(GRADIENTS):
+        replica.backward(*next(batches))
+        gradients.append([vector.gradient() for vector in vectors])
+        replica.optimizer.zero_grad()
+    exchanges = {label: Exchange(METHODS[label], mesh, vectors) for label in EXCHANGED}
+    jobs = {
+        label: partial(_next_exchange, one, cycle(gradients)) for label, one in exchanges.items()
+    }
+    found = _timed(clock, jobs, rounds, repeats)
+    for label, exchange in exchanges.items():
+        yield {
+            "what": "exchange",
+            "method": label,
+            "parameters": replica.parameters,
+            "speedup": found[HSDP_HALF]["ms"] / found[label]["ms"],
+            **found[label],
+            **_bytes(vectors, METHODS[label], mesh, exchange.handle),
+        }
+        if exchange.handle is not None:
+            exchange.handle.close()
+
+
+def _next_exchange(exchange: Exchange, gradients: Iterator[Sequence[Tensor]]) -> Run:
+    exchange.prepare(next(gradients))
+    return exchange.run
+
+
+def _timed(
+    clock: Clock, jobs: Mapping[str, Callable[[], Run]], rounds: int, repeats: int
+) -> dict[str, Row]:
+    """Time what each job returns, in turns, after one that warms up."""
+    calls = {label: lambda job=job: clock.timed(job()) for label, job in jobs.items()}
+    found: dict[str, list[Timed]] = in_turns(calls, rounds, repeats=repeats)
+    return {
+        label: {
+            "ms": median(one.ms for one in timed),
+            "cpu_ms": median(one.cpu_ms for one in timed),
+            "link_bytes": median(one.link_bytes for one in timed),
+            "all_ms": [one.ms for one in timed],
+        }
+        for label, timed in found.items()
+    }
+
+
+def _bytes(
+    vectors: Sequence[Vector], method: Method, mesh: DeviceMesh, handle: sparcel.Handle | None
+) -> Row:
+    """Return what the busiest node sent in the last step, and what it was to send; all call."""
+    told, exact = predicted(vectors, method, mesh)
+    if handle is None:
+        return {"predicted_bytes": _of_busiest_node(told), "exact": exact}
+    sent = handle.stats().last.bytes_sent
+    return {
+        "predicted_bytes": _of_busiest_node(told),
+        "exact": exact,
+        "sent_bytes": _of_busiest_node(sent),
+        "as_predicted": all(gathered(sent == told)),
+    }
+
+
+def _of_busiest_node(nbytes: int) -> int:
+    here, ranks = int(os.environ["LOCAL_WORLD_SIZE"]), gathered(nbytes)
+    return max(sum(ranks[start : start + here]) for start in range(0, len(ranks), here))
 
 
 def main() -> None:
-    arguments = options(
-        __doc__, rounds=5, repeats=3, memory=False, train=Path, steps=200, output=Path
-    )
-    torch.set_num_threads(1)  # the ranks share the cores
-    rows, head = [], {**machine(), "network": network()}
-    for row in rows_for(arguments):
-        rows.append(row)
-        if os.environ["RANK"] == "0" and arguments.output is not None:
-            write(arguments.output, head, rows)
-    if os.environ["RANK"] == "0":
-        for _, group in groupby(rows, key=lambda row: str(row["what"])):
-            show(group)
+    told = options(__doc__, rounds=5, repeats=3, memory=False, train=Path, steps=200, output=Path)
+    if told.memory:
+        rank, rows = int(os.environ["RANK"]), [*remembered(LARGEST)]
+    else:
+        with gloo() as rank:
+            if told.train is not None:
+                jobs = grid(what=["training"], seed=SEEDS, method=TRAINED, steps=[told.steps])
+                work = partial(trained, told.train)
+                run_here(told.output, work, jobs, rank, dist.barrier, network=network())
+                return
+            rows = [*timed_rows(told.rounds, told.repeats)]
+    if rank == 0:
+        report(told.output, rows, network=network())
 
 
 if __name__ == "__main__":

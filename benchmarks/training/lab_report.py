@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from benchmarks.pages.tables import table
+from benchmarks.pages.tables import over_seeds, perplexity, table
 from benchmarks.record import Row, rows_of
 
 TRAININGS = (
@@ -58,14 +58,9 @@ def _cells(row: Row, base: Row) -> Sequence[str]:
     return (
         *(row["task"], row["method"], f"{1e3 * row['step_s']:.0f}"),
         f"{row['train_seconds'][-1] / 60:.1f}",
-        f"{_above(row, base):+.1f} %",
+        f"{over_seeds(perplexity([(row, base)]), 1)} %",
         f"{row['compression']:.1f}×",
     )
-
-
-def _above(row: Row, base: Row) -> float:
-    """Return how much more perplexity a training ends with than another, %."""
-    return 100 * (math.exp(row["loss"] - base["loss"]) - 1)
 
 
 def _seconds(reached: tuple[int, float] | None, fast: Row | None) -> Iterator[str]:
@@ -108,7 +103,7 @@ def front(rows: Sequence[Row]) -> tuple[Row, dict[str, tuple[Row, str]]]:
     told = {}
     for row, _ in _reached(rows):
         if row["task"] == FRONT:
-            above = _above(row, base)
+            (above,) = perplexity([(row, base)])
             where = f"{abs(above):.1f} % {'above' if above > 0 else 'below'}"
             minutes = row["train_seconds"][-1] / 60
             told[CALLED[row["method"]]] = row, f"ends {where} after {minutes:.1f} min"

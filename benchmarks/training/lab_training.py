@@ -15,9 +15,10 @@ model every now and then, while the clock stands. Trainings that the output has 
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 
@@ -26,7 +27,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
-from benchmarks.record import NEEDED, Row, add, among, left_of, machine, options
+from benchmarks.clock import gloo
+from benchmarks.record import NEEDED, Row, among, grid, options, run_here
 from benchmarks.training.frontier import register
 from benchmarks.training.task_training import Method, Run, evaluate
 from benchmarks.training.tasks import TASKS, batches, loss_of
@@ -49,28 +51,24 @@ SETTINGS: dict[str, Settings] = {"sparcel": {}, "sparcel 10 %": SPARSER}
 METHODS = (*HOOKS, *SETTINGS)
 
 
-def trained(arguments: argparse.Namespace, label: str) -> Row:
+def trained(data: Path, task: str, network: str, seed: int, steps: int, method: str) -> Row:
     """Train with one method and return its row, which is whole on rank 0; all ranks call."""
-    task = TASKS[arguments.task]
-    task = replace(task, steps=arguments.steps or task.steps)
-    run = Run(arguments.data, task, Method(label, "dense"), arguments.seed)
-    handle, hook = None, HOOKS.get(label)
-    buckets = ONE_BUCKET if label.startswith("PowerSGD") else {}
+    run = Run(data, replace(TASKS[task], steps=steps), Method(method, "dense"), seed)
+    handle, hook = None, HOOKS.get(method)
+    buckets = ONE_BUCKET if method.startswith("PowerSGD") else {}
     model = DistributedDataParallel(run.model, gradient_as_bucket_view=True, **buckets)
-    if label in SETTINGS:
-        handle = sparcel.attach(model, optimizer=run.optimizers[0], **SETTINGS[label])
-    share = register(model, hook, task.steps) if hook else lambda: 1.0
+    if method in SETTINGS:
+        handle = sparcel.attach(model, optimizer=run.optimizers[0], **SETTINGS[method])
+    share = register(model, hook, steps) if hook else lambda: 1.0
     rank, ranks, split = dist.get_rank(), dist.get_world_size(), run.split
     windows = replace(split, x_test=split.x_test[:WINDOWS], y_test=split.y_test[:WINDOWS])
-    second_half = range(task.steps // 2, task.steps)
+    second_half = range(steps // 2, steps)
     looked_at = {second_half[-1 - len(second_half) * n // HELD_OUT] for n in range(HELD_OUT)}
     seconds: list[float] = []
     held_out: list[tuple[int, float, float]] = []
     dist.barrier()
     start = perf_counter()
-    for step, batch in enumerate(
-        batches(len(split.y_train), task.batch, task.steps, arguments.seed)
-    ):
+    for step, batch in enumerate(batches(len(split.y_train), run.task.batch, steps, seed)):
         part = batch.chunk(ranks)[rank]
         model.zero_grad()
         loss = loss_of(model, split.x_train[part], split.y_train[part])
@@ -97,7 +95,7 @@ def trained(arguments: argparse.Namespace, label: str) -> Row:
         "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
         **(evaluate(run.model, split) if rank == 0 else {}),
         "compression": compression,
-        "step_s": median(end - start for start, end in pairwise(seconds[task.steps // 2 :])),
+        "step_s": median(end - start for start, end in pairwise(seconds[steps // 2 :])),
         "held_out": held_out,
         "train_losses": run.smoothed(POINTS),
         "train_seconds": [float(part[-1]) for part in torch.tensor(seconds).tensor_split(POINTS)],
@@ -116,27 +114,15 @@ def main() -> None:
         methods=among(METHODS),
         output=NEEDED,
     )
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    training = {
-        "task": arguments.task,
-        "network": arguments.network,
-        "seed": arguments.seed,
-        "steps": arguments.steps or TASKS[arguments.task].steps,
-    }
-    jobs = ({**training, "method": label} for label in arguments.methods)
-    (rows, left), origin = left_of(arguments.output, jobs), machine(DATA=arguments.data)
-    dist.barrier()  # all have read what rank 0 will write
-    for job in left:
-        row = {**job, **trained(arguments, job["method"])}
-        if dist.get_rank() == 0:
-            print(
-                f"{row['task']}, {row['method']}: {row['train_seconds'][-1]:.0f} s,"
-                f" {row['accuracy']:.2%}, loss {row['loss']:.4f}",
-                flush=True,
-            )
-            add(arguments.output, origin, rows, row)
-    dist.destroy_process_group()
+    jobs = grid(
+        task=[arguments.task],
+        network=[arguments.network],
+        seed=[arguments.seed],
+        steps=[arguments.steps or TASKS[arguments.task].steps],
+        method=arguments.methods,
+    )
+    with gloo() as rank:
+        run_here(arguments.output, partial(trained, arguments.data), jobs, rank, dist.barrier)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
-import sparcel
-from benchmarks.pages.tables import over_seeds, table
+from benchmarks.pages.tables import over_seeds, points, table
 from benchmarks.record import Row, among, grid, run_all, runs_told
-from benchmarks.training.task_training import Method, Run, evaluate
+from benchmarks.training.task_training import Method, Run, trained
 from benchmarks.training.tasks import TASKS
 from sparcel.core.comm import Communicator
 from sparcel.core.training import Averager
@@ -120,21 +119,7 @@ class RecipeRun(Run):
 def train(data: Path, recipe: str, method: str, seed: int, steps: int) -> Row:
     """Train once by a recipe or densely, and return the row."""
     run = RecipeRun(data, RECIPES[recipe], method == "dense", steps, seed)
-    report = sparcel.simulate(RANKS, run.rank)
-    volumes = [max(one.bytes_sent, one.bytes_received) for one in report.traffic]
-    return {
-        "task": TASK,
-        "ranks": RANKS,
-        "batch": run.task.batch,
-        "lr": run.task.lr,
-        **run.method.told(),
-        "whole": list(run.whole),
-        **evaluate(run.model, run.split),
-        "train_losses": run.smoothed(),
-        "density_before": report.results[0].density_before,
-        "density_after": report.results[0].density_after,
-        "bytes_a_step": max(volumes) / steps,
-    }
+    return {"task": TASK, "ranks": RANKS, **trained(run, RANKS), "whole": list(run.whole)}
 
 
 def recipes_table(rows: list[Row]) -> Iterator[str]:
@@ -155,7 +140,7 @@ def _recipe(recipe: str, runs: list[Row], dense: dict[tuple[int, int, int], Row]
     yield from (recipe, str(runs[0]["batch"]), str(runs[0]["steps"]), str(len(runs)))
     yield f"{mean(base['accuracy'] for _, base in pairs):.2%}"
     yield f"{mean(run['accuracy'] for run in runs):.2%}"
-    yield over_seeds([100 * (run["accuracy"] - base["accuracy"]) for run, base in pairs], 2)
+    yield over_seeds(points(pairs), 2)
     yield f"{mean(run['density_before'] for run in runs):.1%}"
 
 

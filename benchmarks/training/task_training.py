@@ -74,24 +74,32 @@ def train(
     usual = TASKS[task]
     steps = steps or usual.steps * usual.batch // batch
     run = Run(data, replace(usual, lr=lr, batch=batch, steps=steps), method, seed, rates)
-    report = sparcel.simulate(ranks, run.rank)
-    volumes = [max(sent.bytes_sent, sent.bytes_received) for sent in report.traffic]
+    row = trained(run, ranks)
     return {
         "method": method.label,
-        **method.told(),
         "ahead": method.ahead,
         "frontload": method.frontload,
-        "batch": batch,
-        "steps": steps,
-        "lr": lr,
-        **evaluate(run.model, run.split),
-        "train_losses": run.smoothed(),
+        **row,
         **run.kept(),
-        "density_before": report.results[0].density_before,
-        "density_after": report.results[0].density_after,
         "dense_steps": run.dense_steps,
         "clipped_steps": run.clipped_steps,
-        "bytes_a_step": max(volumes) / steps,
+    }
+
+
+def trained(run: Run, ranks: int) -> dict[str, Any]:
+    """Train on ranks, and return what a row tells of it."""
+    report, task = sparcel.simulate(ranks, run.rank), run.task
+    volumes = [max(sent.bytes_sent, sent.bytes_received) for sent in report.traffic]
+    return {
+        **run.method.told(),
+        "batch": task.batch,
+        "steps": task.steps,
+        "lr": task.lr,
+        **evaluate(run.model, run.split),
+        "train_losses": run.smoothed(),
+        "density_before": report.results[0].density_before,
+        "density_after": report.results[0].density_after,
+        "bytes_a_step": max(volumes) / task.steps,
     }
 
 
