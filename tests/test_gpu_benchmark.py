@@ -32,7 +32,6 @@ def test_every_pass_is_measured_and_checked(monkeypatch: pytest.MonkeyPatch) -> 
     with on_gpu() as place:
         rows = list(passes.measure(100, place, 1, checked=True))
     assert all(row["launches"] > 0 and row["host_ms"] > 0 for row in rows)
-    assert measure.pass_line(rows).count(";") == len(rows) - 1
     launches = {row["call"]: row["launches"] for row in rows if "graph" not in row["call"]}
     assert len(launches) == 4 + 4 * len(passes.EXCHANGES)
     page = (Path(__file__).parents[1] / "docs/how-to/gpu.md").read_text()
@@ -81,7 +80,7 @@ def test_what_fails_is_noted_and_others_are_measured(monkeypatch: pytest.MonkeyP
     rows = list(passes.measure(1000, CPU, 1, checked=False))
     (failed,) = [row for row in rows if "host_ms" not in row]
     assert failed["note"] == "failed: RuntimeError: no such kernel"
-    assert len(rows) == 4 + 4 * len(passes.EXCHANGES) and failed["note"] in measure.pass_line(rows)
+    assert len(rows) == 4 + 4 * len(passes.EXCHANGES)
 
 
 def rows_of(comm: Any) -> list[Any]:
@@ -94,11 +93,6 @@ def test_every_method_trains_and_counts(run_on: Any) -> None:
     assert [row["method"] for row in rows] == list(rank.BY_HOST)
     sent = {row["method"]: row["sent_bytes"] for row in rows}
     assert 0 < sent["topk 1 %"] < sent["10 %"] < sent["default"] < sent["DDP"]
-    assert all("not counted" in measure.step_line(row | {"nccl": False}) for row in rows)
-    known = {"nccl": False, "exchange_device_ms": 0.5, "exchange_launches": 73, "waits": 1}
-    found = [row | known | {"ranks": ranks} for row in rows for ranks in (1, 4)]
-    assert None not in [figure for _, figure, _ in measure.targets(found)]
-    assert all(row["method"] in measure.step_line(row) for row in found)
 
 
 @pytest.mark.parametrize("script", [counts, measure])

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -33,7 +33,7 @@ import triton
 from benchmarks.gpu import passes
 from benchmarks.gpu.passes import Row, WrongResultError
 from benchmarks.gpu.rank import Job, methods
-from benchmarks.record import RESULTS, machine, options
+from benchmarks.record import RESULTS, machine, options, show, tell
 from sparcel.tools.lab import Loopback, WorkerFailedError, Workers
 
 ON_CARD = torch.cuda.is_available()
@@ -94,7 +94,7 @@ def run(plan: Plan, place: torch.device, record: Row) -> None:
             break
         of_size = list(passes.measure(size, place, plan.repeats, size <= plan.checked))
         rows.extend(of_size)
-        say(pass_line(of_size))
+        show(of_size)
     if place.type == "cuda":
         torch.cuda.empty_cache()  # the ranks share the card
     jobs = [(ranks, plan.job) for ranks in plan.ranks]
@@ -102,15 +102,12 @@ def run(plan: Plan, place: torch.device, record: Row) -> None:
     for ranks, job in jobs:
         for row in trained(ranks, job, until):
             steps.append(row)
-            say(step_line(row))
-    for what, figure, limit in targets(steps) if place.type == "cuda" else ():
-        reached = "not measured" if figure is None else "reached" if figure <= limit else "MISSED"
-        say(f"{reached}: {what}: {figure} of {limit}")
+            tell(row)
     record["seconds"] = time.monotonic() + MOST_SECONDS - until
 
 
 def by_nccl(job: Job) -> Job:
-    return Job(**{**asdict(job), "nccl": True})
+    return replace(job, nccl=True)
 
 
 def why_not(job: Job) -> str:
@@ -159,51 +156,6 @@ def trained(ranks: int, job: Job, until: float) -> Iterator[Row]:
             end.cancel()
 
 
-def targets(steps: list[Row]) -> Iterator[tuple[str, float | None, float]]:
-    """Yield what was to be reached, what was, and the limit."""
-
-    def of(ranks: int, figure: str) -> float | None:
-        found = [one for one in steps if one.get("method") == "default" and not one["nccl"]]
-        return next((one[figure] for one in found if one["ranks"] == ranks), None)
-
-    yield "host, ms of a step's exchange in four buckets", of(1, "exchange_host_ms"), 2.0
-    yield "card, ms of a step's exchange in four buckets", of(1, "exchange_device_ms"), 0.6
-    yield "waits of the host in a step", of(1, "waits"), 1
-    yield "four processes on the card, ms of a step", of(4, "step_ms"), 20.0
-
-
-def pass_line(rows: list[Row]) -> str:
-    cells = (f"{row['call']} {row.get('note') or _cell(row)}" for row in rows)
-    return f"{rows[0]['size']:,} coordinates, ms on the card / of the host: " + "; ".join(cells)
-
-
-def _cell(row: Row) -> str:
-    card = "–" if row["device_ms"] is None else f"{row['device_ms']:.3f}"
-    return f"{card}/{row['host_ms']:.3f} ({row['launches']})"
-
-
-def step_line(row: Row) -> str:
-    carried = "NCCL" if row["nccl"] else "Gloo"
-    start = f"{row['ranks']} ranks over {carried}: "
-    if "note" in row:
-        return start + row["note"]
-    on_card = "; launches and waits are not counted"
-    if row["exchange_device_ms"] is not None:
-        on_card = (
-            f", {row['exchange_device_ms']:.2f} of the card; {row['exchange_launches']} launches,"
-            f" {row['waits']} waits"
-        )
-    return (
-        f"{start}{row['method']:28}{row['step_ms']:8.1f} ms a step, {row['compute_ms']:.1f} without"
-        f" exchange, which takes {row['exchange_host_ms']:.2f} of the host"
-        f"{on_card}, {row['sent_bytes'] / 1e6:.2f} MB sent"
-    )
-
-
-def say(line: str) -> None:
-    print(line, flush=True)
-
-
 def origin() -> Row:
     """Describe the card, the machine and the versions, without paths of this machine."""
     about: Row = {"card": "none, but the tests' stand-in"}
@@ -223,8 +175,8 @@ def main() -> None:
     if not ON_CARD:
         from tests.card import on_card
 
-        say("A TRIAL without a GPU: its times mean nothing.")
-    say(f"{record['card']}, torch {record['torch']}, Triton {record['triton']}")
+        print("A TRIAL without a GPU: its times mean nothing.")
+    print(f"{record['card']}, torch {record['torch']}, Triton {record['triton']}")
     if path is None and ON_CARD:
         path = RESULTS / f"gpu_{re.sub('[^a-z0-9]+', '_', record['card'].lower())}.json"
     try:

@@ -15,7 +15,6 @@ lossless sums, among the schemes, and among what the scheme `auto` chooses from.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import random
 import subprocess
@@ -23,6 +22,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import islice, product
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -32,7 +32,8 @@ import numpy as np
 import torch
 
 from benchmarks.clock import Clock, Timed
-from benchmarks.record import Row, itself, machine
+from benchmarks.record import Row, grid, itself, machine
+from benchmarks.streams.selection import digits_gradients
 from sparcel.core.collectives import ALGORITHMS
 from sparcel.core.comm import Communicator
 from sparcel.core.cost import Problem, Rates, measure, predict
@@ -75,16 +76,16 @@ seconds above which one run is enough; and the most runs."""
 
 def draw(which: str, seed: int) -> dict[str, Any]:
     """Draw settings for every network of a set."""
-    grid, generator = GRIDS[which], random.Random(seed)
-    vectors = list(
-        itertools.product(grid["sizes"], grid["densities"], grid["distributions"], ["gloo", "mpi"])
+    values, generator = GRIDS[which], random.Random(seed)
+    vectors = grid(
+        size=values["sizes"],
+        density=values["densities"],
+        distribution=values["distributions"],
+        engine=["gloo", "mpi"],
     )
     networks = []
-    for (nodes, here), rate in itertools.product(grid["layouts"], grid["rates"]):
-        cases = [
-            dict(zip(("size", "density", "distribution", "engine"), drawn, strict=True))
-            for drawn in generator.sample(vectors, EACH)
-        ]
+    for (nodes, here), rate in product(values["layouts"], values["rates"]):
+        cases = generator.sample(vectors, EACH)
         networks.append({"nodes": nodes, "ranks_per_node": here, "rate": rate, "cases": cases})
     return {"set": which, "seed": seed, "networks": networks}
 
@@ -122,37 +123,10 @@ def _gradients(size: int, ranks: int) -> np.ndarray:
 
     The network has learned handwritten digits for ten steps.
     """
-    from sklearn.datasets import load_digits
-
-    generator = torch.Generator().manual_seed(size)
     torch.manual_seed(size)
-    data = load_digits()
-    images = torch.from_numpy(data.data).float() / 16
-    labels = torch.from_numpy(data.target)
     hidden = int(((74 + 2) ** 2 + 4 * size) ** 0.5 - 76) // 2 + 1
-    model = torch.nn.Sequential(
-        torch.nn.Linear(64, hidden),
-        torch.nn.ReLU(),
-        torch.nn.Linear(hidden, hidden),
-        torch.nn.ReLU(),
-        torch.nn.Linear(hidden, 10),
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def backward() -> None:
-        batch = torch.randint(len(images), (32,), generator=generator)
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
-
-    for _ in range(10):
-        backward()
-        optimizer.step()
-    rows = np.empty((ranks, size), dtype=np.float32)
-    for row in rows:
-        backward()
-        flat = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-        row[:] = flat[:size].numpy()
-    return rows
+    gradients = islice(digits_gradients(hidden), 10, 10 + ranks)
+    return np.stack([torch.cat([p.flatten() for p in one])[:size].numpy() for one in gradients])
 
 
 def rank(job: Path, output: Path) -> None:
@@ -169,8 +143,7 @@ def rank(job: Path, output: Path) -> None:
             for row in _rows(case, by_name[case["engine"]], network, job.parent)
         ]
         if engines[0].comm.rank == 0:
-            rates = {name: _rates(engine).to_json() for name, engine in by_name.items()}
-            rates = {name: json.loads(text) for name, text in rates.items()}
+            rates = {name: json.loads(_rates(one).to_json()) for name, one in by_name.items()}
             output.write_text(json.dumps({"rates": rates, "rows": rows}))
 
 
@@ -287,22 +260,25 @@ def _predicted(row: Row, rates: Rates) -> float:
     return predict(formula, Problem(**known, format=format), rates).seconds
 
 
+COMMANDS = {
+    "draw": ["settings"],
+    "measure": ["settings", "results"],
+    "rank": ["job", "output"],
+    "judge": ["results"],
+}
+"""And the files that each takes."""
+
+
 def main() -> None:
     """Run a subcommand."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    drawing = commands.add_parser("draw")
-    drawing.add_argument("settings", type=Path)
-    drawing.add_argument("--set", choices=GRIDS, required=True)
-    drawing.add_argument("--seed", type=int, required=True)
-    measuring = commands.add_parser("measure")
-    measuring.add_argument("settings", type=Path)
-    measuring.add_argument("results", type=Path)
-    ranking = commands.add_parser("rank")
-    ranking.add_argument("job", type=Path)
-    ranking.add_argument("output", type=Path)
-    judging = commands.add_parser("judge")
-    judging.add_argument("results", type=Path)
+    for command, paths in COMMANDS.items():
+        one = commands.add_parser(command)
+        for path in paths:
+            one.add_argument(path, type=Path)
+    commands.choices["draw"].add_argument("--set", choices=GRIDS, required=True)
+    commands.choices["draw"].add_argument("--seed", type=int, required=True)
     told = parser.parse_args()
     if told.command == "draw":
         told.settings.write_text(json.dumps(draw(told.set, told.seed), indent=1) + "\n")
