@@ -15,16 +15,17 @@ from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from sparcel.core.collectives import ALGORITHMS
 from sparcel.errors import InputError
 from sparcel.tools.bench.contenders import AS_MANY_BYTES, STEP
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 
 def machine() -> dict[str, Any]:
@@ -153,6 +154,8 @@ over dense fp32 on the faster engine. wrong: number of wrong coordinates."""
 
 def console() -> Console:
     """Return the console of a run; if it is no terminal, it is at least as wide as the tables."""
+    from rich.console import Console
+
     made = Console(highlight=False)
     if not made.is_terminal:
         made.width = max(made.width, _WIDTH)
@@ -174,8 +177,11 @@ def progress(console: Console | None, cells: int) -> Iterator[Show]:
 
         yield show
     else:
-        columns = (TextColumn("{task.description:<60}"), BarColumn(), MofNCompleteColumn())
-        with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+        from rich import progress as bars
+
+        columns = (bars.TextColumn("{task.description:<60}"), bars.BarColumn())
+        counted = (bars.MofNCompleteColumn(), bars.TimeElapsedColumn())
+        with bars.Progress(*columns, *counted, console=console, transient=True) as bar:
             task = bar.add_task("", total=cells)
             yield lambda cell: bar.update(task, advance=1, description=_line(cell))
 
@@ -189,6 +195,8 @@ def _line(cell: Cell | None) -> str:
 
 def tables(results: Results) -> Iterator[Table | str]:
     """Yield the cells as tables, one for each size, density and distribution, and a legend."""
+    from rich.table import Table
+
     yield f"{results.world_size} ranks: {results.network['description']}"
     columns = dict(_COLUMNS)
     if all(cell.predicted is None for cell in results.cells):

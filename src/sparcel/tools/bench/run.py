@@ -18,6 +18,7 @@ from torch import Tensor
 from sparcel.core.comm import Communicator, launched
 from sparcel.core.cost import Rates, read_rates
 from sparcel.core.formats import format_named
+from sparcel.tools.bench import NOW
 from sparcel.tools.bench.contenders import DENSE, BenchEngine, connected, contender, names
 from sparcel.tools.bench.inputs import Case, load_gradients
 from sparcel.tools.bench.results import (
@@ -30,7 +31,7 @@ from sparcel.tools.bench.results import (
     tables,
     verdict,
 )
-from sparcel.tools.bench.settings import NOW, BenchSettings
+from sparcel.tools.bench.settings import BenchSettings
 from sparcel.tools.bench.timing import (
     Measured,
     merged,

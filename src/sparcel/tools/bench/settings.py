@@ -11,12 +11,10 @@ import typer
 
 from sparcel.core import units
 from sparcel.errors import InputError, checked_name
+from sparcel.tools.bench import NOW
 
 ENGINES = ("gloo", "mpi")
 DISTRIBUTIONS = ("uniform", "clustered", "identical", "file")
-
-NOW = "now"
-"""Stands for a file of rates: measure them first."""
 
 
 @dataclass

@@ -28,9 +28,9 @@ from sparcel.core.formats import RAW, Format
 from sparcel.core.ops import MAX, SUM, Op
 from sparcel.core.profiling import timed_by
 from sparcel.errors import checked_name
+from sparcel.tools.bench import NOW
 from sparcel.tools.bench.contenders import DENSE, STEP, BenchEngine, Contender
 from sparcel.tools.bench.inputs import Case
-from sparcel.tools.bench.settings import NOW
 
 _PHASE_OF = {
     "select": "select",
