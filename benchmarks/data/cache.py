@@ -23,7 +23,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -36,8 +36,10 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.clock import gathered, gloo, took
 from benchmarks.pages.tables import table
-from benchmarks.record import NEEDED, Row, add, left_of, machine, options
+from benchmarks.record import NEEDED, Row, options, run_here
+from benchmarks.server import serving
 from benchmarks.training.models import residual_network
 from sparcel.products.data import Cached, PartSampler
 
@@ -63,20 +65,18 @@ COUNTS = {"cifar": 5000, "photos": 1000}
 MEMORY = {"cifar": "128 MB", "photos": "256 MB"}
 
 
-def images_of(data: Path, name: str) -> list[bytes]:
-    """Return the answers of the store: a byte for the label, and the JPEG."""
-    count, found = COUNTS[name], []
+def images_of(data: Path, name: str) -> Iterator[bytes]:
+    """Yield the answers of the store: a byte for the label, and the JPEG."""
     with tarfile.open(data / "train.tar.xz") as files:
         members = [one for one in files if one.name.endswith(".jpg")]
         labels = sorted({one.name.split("/")[-2] for one in members})
-        chosen = np.random.default_rng(0).choice(len(members), count, replace=False)
+        chosen = np.random.default_rng(0).choice(len(members), COUNTS[name], replace=False)
         for place in sorted(chosen):
             content = files.extractfile(members[place])
             assert content is not None
             label = labels.index(members[place].name.split("/")[-2])
             jpeg = content.read()
-            found.append(bytes([label]) + (jpeg if name == "cifar" else enlarged(jpeg, place)))
-    return found
+            yield bytes([label]) + (jpeg if name == "cifar" else enlarged(jpeg, place))
 
 
 def enlarged(jpeg: bytes, seed: int) -> bytes:
@@ -90,31 +90,18 @@ def enlarged(jpeg: bytes, seed: int) -> bytes:
 
 
 @contextmanager
-def store(answers: dict[str, list[bytes]]) -> Iterator[None]:
+def store(data: Path) -> Iterator[None]:
     """Serve ``/SET/NUMBER``, ``/ping`` and ``/large`` until the block ends."""
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        wbufsize = -1  # header and content leave together
-        disable_nagle_algorithm = True
-
-        def do_GET(self) -> None:
-            name, _, number = self.path[1:].partition("/")
-            content = {"ping": b"", "large": bytes(LARGE_ANSWER)}.get(name)
-            content = answers[name][int(number)] if content is None else content
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("0.0.0.0", PORT), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield
-    server.shutdown()
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "ping").touch()
+        Path(folder, "large").write_bytes(bytes(LARGE_ANSWER))
+        for name in COUNTS:
+            Path(folder, name).mkdir()
+            for number, answer in enumerate(images_of(data, name)):
+                Path(folder, name, str(number)).write_bytes(answer)
+        server = serving(folder, PORT)
+        yield
+        server.shutdown()
 
 
 _local = threading.local()
@@ -202,7 +189,7 @@ def trainer() -> Consume:
     return step
 
 
-def measured(host: str, folder: Path, readers: dist.ProcessGroup, job: Row) -> Row:
+def measured(host: str, folder: Path, readers: dist.ProcessGroup, **job: Any) -> Row:
     """Return the seconds of the epochs of one job, without a cache and with one in two runs."""
     source, training = Remote(host, job["set"]), job["work"] == "training"
 
@@ -228,7 +215,6 @@ def measured(host: str, folder: Path, readers: dist.ProcessGroup, job: Row) -> R
     stats = first.stats()
     del first
     return {
-        **job,
         "images": len(source),
         "plain_s": plain,
         "cached_s": cold,
@@ -241,14 +227,8 @@ def measured(host: str, folder: Path, readers: dist.ProcessGroup, job: Row) -> R
 
 def link(host: str) -> Row:
     """Return what the link to the store gives."""
-    times = []
-    for _ in range(200):
-        start = perf_counter()
-        get(host, "/ping")
-        times.append(perf_counter() - start)
-    start = perf_counter()
-    get(host, "/large")
-    rate = 8 * LARGE_ANSWER / (perf_counter() - start)
+    times = [took(get, host, "/ping").seconds for _ in range(200)]
+    rate = 8 * LARGE_ANSWER / took(get, host, "/large").seconds
     return {"request_ms": round(median(times) * 1e3, 3), "mbit_s": round(rate / 1e6, 1)}
 
 
@@ -276,42 +256,30 @@ def jobs(network: str) -> Iterator[Row]:
             ("training", "no workers", 1),
             ("training", "2 forked, persistent", 1),
         ):
-            yield {
-                "network": network,
-                "set": name,
-                "work": work,
-                "loader": loader,
-                "threads": threads,
-            }
+            about = {"network": network, "set": name, "work": work}
+            yield {**about, "loader": loader, "threads": threads}
 
 
 def main() -> None:
     arguments = options(__doc__, "data", network={"required": True}, output=NEEDED)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
-    readers = dist.new_group([*range(last)])
-    host = f"node{int(os.environ['NODE_RANK']) if rank == last else 0}"
-    hosts: list[Any] = [host]
-    dist.broadcast_object_list(hosts, last)
-    rows, left = left_of(arguments.output, jobs(arguments.network))
-    origin = machine(DATA=arguments.data)
-    dist.barrier()  # all have read what rank 0 will write
-    if rank == last:
-        with store({name: images_of(arguments.data, name) for name in COUNTS}):
-            dist.barrier()
-            dist.barrier()
-    else:
+    with gloo() as rank:
+        last = dist.get_world_size() - 1
+        readers = dist.new_group([*range(last)])
+        host = gathered(f"node{os.environ['NODE_RANK']}")[last]
+        if rank == last:
+            with store(arguments.data):
+                dist.barrier()
+                dist.barrier()
+            return
         dist.barrier()
-        given = link(hosts[0])
+        given, meet = link(host), partial(dist.barrier, readers)
         with tempfile.TemporaryDirectory() as folder:
-            for job in left:
-                row = measured(hosts[0], Path(folder) / "samples", readers, job)
-                if rank == 0:
-                    print(row, flush=True)
-                    add(arguments.output, origin, rows, {**row, **given})
+
+            def work(**job: Any) -> Row:
+                return {**measured(host, Path(folder) / "samples", readers, **job), **given}
+
+            run_here(arguments.output, work, jobs(arguments.network), rank, meet)
         dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

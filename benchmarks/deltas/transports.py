@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from time import perf_counter, process_time
 
@@ -19,6 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.server import serving
 from sparcel.products import delta
 
 DELTA, DENSE = "delta.broadcast", "all bf16"
@@ -172,9 +170,7 @@ class Served(Transport):
             self._place = tempfile.TemporaryDirectory(dir=folder)
             self._publisher = delta.Publisher(delta.Folder(self._place.name))
             self._publisher.publish(versions[0].tensors)
-            handler = partial(_Quiet, directory=self._place.name)
-            server = ThreadingHTTPServer((os.environ["MASTER_ADDR"], 0), handler)
-            threading.Thread(target=server.serve_forever, daemon=True).start()
+            server = serving(self._place.name, host=os.environ["MASTER_ADDR"])
             self._end = server.shutdown
             port[0] = server.server_port
         dist.broadcast(port, 0)
@@ -202,13 +198,6 @@ class Served(Transport):
         assert ready is not None, "there is a version to go on to"
         with self._writing():
             ready.apply()
-
-
-class _Quiet(SimpleHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
 
 
 TRANSPORTS = (Chunks, Served, Listed, Dense)

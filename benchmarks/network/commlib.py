@@ -4,8 +4,8 @@
         --output benchmarks/results/commlib.json
 
 ``IMAGES`` holds train.tar.xz and test.tar.xz, files CLASS/NAME.jpg in each. They are unpacked to
-``SCRATCH``, and `commlib_store.py` serves a sample of them, on a third node, whose link is like the
-others'. Jobs that the output has are not repeated, so the benchmark can be run in pieces:
+``SCRATCH``, and `benchmarks.server` serves a sample of them, on a third node, whose link is like
+the others'. Jobs that the output has are not repeated, so the benchmark can be run in pieces:
 ``--only`` takes the jobs whose kind and label, as in "training: DDP", contain a text.
 """
 
@@ -17,11 +17,12 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.record import NEEDED, Row, left_of, machine, options, write
+from benchmarks.record import NEEDED, Row, options, run_here, tell
 from sparcel.tools.lab import EmulatedNetwork, Link, Workers, parse_rate
 
 Phase = tuple[int, int, int]
@@ -131,16 +132,14 @@ def unpack(archives: Path, images: Path) -> None:
         (folder / "files.txt").write_text("\n".join(names) + "\n")
 
 
-def run(one: Row, folder: Path, rate: str) -> Row:
+def run(folder: Path, rate: str, **one: Any) -> Row:
     """Run a job in the lab, and return its row."""
     images, cache = folder / "images", folder / "cache"
     shutil.rmtree(cache, ignore_errors=True)
     with EmulatedNetwork(NODES + 1, Link(parse_rate(rate))) as network:
+        serve = [sys.executable, "-m", "benchmarks.server", str(PORT), str(images)]
         store = subprocess.Popen(
-            network.command(
-                NODES,
-                [sys.executable, "-m", "benchmarks.network.commlib_store", str(PORT), str(images)],
-            ),
+            network.command(NODES, serve),
             pass_fds=network.descriptors,
             stdout=subprocess.PIPE,
         )
@@ -159,20 +158,11 @@ def run(one: Row, folder: Path, rate: str) -> Row:
             with Workers(network, argv, ranks_per_node=RANKS_PER_NODE) as workers:
                 for _, line in workers.lines():
                     epochs.append(json.loads(line))
-                    _tell(one, epochs[-1])
+                    tell({"label": one["label"], **epochs[-1]})
         finally:
             store.kill()
             store.wait()
-    return {**one, "rate": rate, "ranks": NODES * RANKS_PER_NODE, "epochs": epochs}
-
-
-def _tell(one: Row, epoch: dict[str, Any]) -> None:
-    parts = ", ".join(f"{name} {1e3 * part:.0f}" for name, part in epoch["median_step"].items())
-    print(
-        f"{one['label']}, seed {one['seed']}, epoch {epoch['epoch']}: {epoch['seconds']:.1f} s,"
-        f" {epoch['accuracy']:.1%}, ms a step: {parts}",
-        flush=True,
-    )
+    return {"rate": rate, "ranks": NODES * RANKS_PER_NODE, "epochs": epochs}
 
 
 def main() -> None:
@@ -180,12 +170,7 @@ def main() -> None:
     arguments = options(__doc__, "images", folder=NEEDED, rate="250mbit", only="", output=NEEDED)
     unpack(arguments.images, arguments.folder / "images")
     wanted = (one for one in jobs() if arguments.only in f"{one['kind']}: {one['label']}")
-    (rows, left), origin = left_of(arguments.output, wanted), machine()
-    origin["command"] = f"python -m benchmarks.network.commlib IMAGES --rate {arguments.rate}"
-    for one in left:
-        row = run(one, arguments.folder, arguments.rate)
-        rows.append({**row, "commit": origin["commit"], "date": machine()["date"]})
-        write(arguments.output, origin, rows)
+    run_here(arguments.output, partial(run, arguments.folder, arguments.rate), wanted)
 
 
 if __name__ == "__main__":
