@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from functools import cache
 from itertools import product
 from multiprocessing import get_context
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,14 @@ def rows_of(path: Path | str) -> list[Row]:
     path = RESULTS / f"{path}.json" if isinstance(path, str) else path
     rows: list[Row] = json.loads(path.read_text())["rows"] if path.exists() else []
     return rows
+
+
+def grouped(rows: Iterable[Row], *names: str) -> dict[Any, list[Row]]:
+    """Return rows by what they have of a name, or of several."""
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        found.setdefault(itemgetter(*names)(row), []).append(row)
+    return found
 
 
 def shown_of(name: str) -> list[Row]:

@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.clock import gathered, gloo, took
 from benchmarks.pages.tables import table
-from benchmarks.record import NEEDED, Row, options, run_here
+from benchmarks.record import NEEDED, Row, grouped, options, run_here
 from benchmarks.server import serving
 from benchmarks.training.models import residual_network
 from sparcel.products.data import Cached, PartSampler
@@ -238,13 +238,15 @@ SHOWN = "2 forked, persistent"
 
 def cache_table(rows: list[Row]) -> Iterator[str]:
     """Yield the table of epochs that read or train, without a cache and with a full one."""
-    cells: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        if row["loader"] == SHOWN:
-            times = f"{min(row['plain_s']):.2f}", f"{min(row['cached_s'][1:]):.2f}"
-            cells.setdefault((row["network"], row["set"]), []).extend(times)
-    columns = ("network", "set", "reading", "cached", "training", "cached")
-    yield from table(columns, ((*place, *own) for place, own in cells.items()))
+    found = grouped((row for row in rows if row["loader"] == SHOWN), "network", "set")
+    cells = (
+        (
+            *place,
+            *(f"{min(one):.2f}" for row in own for one in (row["plain_s"], row["cached_s"][1:])),
+        )
+        for place, own in found.items()
+    )
+    return table(("network", "set", "reading", "cached", "training", "cached"), cells)
 
 
 def jobs(network: str) -> Iterator[Row]:

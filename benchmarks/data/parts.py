@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.record import Row, among, grid, run_all, runs_told
+from benchmarks.record import Row, among, grid, grouped, run_all, runs_told
 from benchmarks.training.task_training import evaluate
 from benchmarks.training.tasks import TASKS, loss_of
 from sparcel import simulate
@@ -80,11 +80,9 @@ def train(data: Path, task: str, parts: str, seed: int, steps: int) -> Row:
 
 def parts_sentence(rows: list[Row]) -> str:
     """Return the accuracies of trainings that read parts, beside those of the whole set."""
-    found: dict[str, list[float]] = {}
-    for row in rows:
-        found.setdefault(row["parts"], []).append(100 * row["accuracy"])
+    found = grouped(rows, "parts")
     full, kept, every_4, every = (
-        f"{mean(found[one]):.1f} %"
+        f"{100 * mean(row['accuracy'] for row in found[one]):.1f} %"
         for one in ("full", "kept", "exchanged every 4 epochs", "exchanged every epoch")
     )
     return (

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from benchmarks.pages.tables import table
-from benchmarks.record import Row, rows_of
+from benchmarks.record import Row, grouped, rows_of
 
 PAPER_RATES = {
     ("urls", 32, "Cray Aries"): (3.52, 3.69),
@@ -149,14 +149,12 @@ def memory_table(rows: list[Row]) -> Iterator[str]:
 
 def single_table(rows: list[Row]) -> Iterator[str]:
     """Yield a table of one process: epochs beside scikit-learn and Vowpal Wabbit."""
-    own = [row for row in rows if "accuracy" in row]
-    names = dict.fromkeys(row["contender"] for row in own)
+    own = grouped((row for row in rows if "accuracy" in row), "contender")
     left_out = ("l2 1e-07", "batch 8000", "batch 1000, l2 0, 2 threads")
     cells = []
-    for name in names:
+    for name, turns in own.items():
         if any(part in name for part in left_out):
             continue
-        turns = [row for row in own if row["contender"] == name]
         epochs = [np.median(row["seconds"]) for row in turns]
         each = np.array(epochs) / turns[0]["entries"] * 1e9
         before = float(np.median([row["before_s"] for row in turns]))
@@ -181,7 +179,7 @@ def fit_table(rows: list[Row]) -> Iterator[str]:
             f"{min(own['cpu_seconds'] for own in turns):.2f} s",
             f"{100 * turns[0]['accuracy']:.2f} %",
         )
-        for name, turns in _by_contender(rows)
+        for name, turns in grouped(rows, "contender").items()
     )
     yield from table(columns, cells)
 
@@ -190,17 +188,12 @@ def reading_table(rows: list[Row]) -> Iterator[str]:
     """Yield a table of ways to read rows, in seconds of the processor."""
     columns = ("reading", "file", "processor", "an entry")
     cells = []
-    for name, turns in _by_contender(rows):
+    for name, turns in grouped(rows, "contender").items():
         least = min(own["cpu_seconds"] for own in turns)
         size, entries = turns[0]["bytes"], turns[0]["entries"]
         each = least / entries * 1e9
         cells.append((name, f"{size / 1e6:.0f} MB", f"{least:.2f} s", f"{each:.0f} ns"))
     yield from table(columns, cells)
-
-
-def _by_contender(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
-    for name in dict.fromkeys(row["contender"] for row in rows):
-        yield name, [row for row in rows if row["contender"] == name]
 
 
 TABLES: dict[str, Callable[[list[Row]], Iterator[str]]] = {

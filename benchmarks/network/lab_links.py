@@ -8,7 +8,7 @@ it over one TCP connection, or several. The throughput is of data, without heade
 
 The record tells the kernel's settings of TCP, which limit what a connection carries: at most its
 window in a round trip. `relayed` says whether the lab's own process held the packets back, not the
-kernel's netem.
+kernel's netem. Links that the record has are not measured again.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ import subprocess
 import sys
 import threading
 import time
-from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from benchmarks.record import RESULTS, machine, show, write
+from benchmarks.record import RESULTS, Row, grid, run_here
 from sparcel.tools.lab import EmulatedNetwork, Workers, parse_link
 
 RATES = ("20mbit", "100mbit", "500mbit", "1gbit")
@@ -101,9 +99,9 @@ def _send(peer: socket.socket) -> None:
         return
 
 
-def measure(rate: str, delay: str, loss: str, flows: int) -> dict[str, Any]:
+def measure(rate: str, delay: str, loss: str, flows: int) -> Row:
     """Return a row of the record; times in milliseconds."""
-    row: dict[str, Any] = {"rate": rate, "delay": delay, "loss": loss, "flows": flows}
+    row: Row = {}
     program = [sys.executable, "-m", "benchmarks.network.lab_links", str(flows)]
     with (
         EmulatedNetwork(2, parse_link(rate, delay, loss)) as network,
@@ -116,17 +114,11 @@ def measure(rate: str, delay: str, loss: str, flows: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure all links, print them and write the record."""
-    origin = machine()
     netem = ["unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", "netem"]
-    origin["relayed"] = subprocess.run(netem, capture_output=True, check=False).returncode != 0
-    for name in SETTINGS:
-        origin[name] = Path(f"/proc/sys/net/ipv4/{name}").read_text().strip()
-    rows = []
-    for rate, delay, loss, flows in product(RATES, DELAYS, LOSSES, FLOWS):
-        rows.append(measure(rate, delay, loss, flows))
-        print(rows[-1], flush=True)
-        write(RESULTS / "lab_links.json", origin, rows)
-    show(rows)
+    relayed = subprocess.run(netem, capture_output=True, check=False).returncode != 0
+    told = {name: Path(f"/proc/sys/net/ipv4/{name}").read_text().strip() for name in SETTINGS}
+    jobs = grid(rate=RATES, delay=DELAYS, loss=LOSSES, flows=FLOWS)
+    run_here(RESULTS / "lab_links.json", measure, jobs, relayed=relayed, **told)
 
 
 if __name__ == "__main__":

@@ -9,21 +9,16 @@ already is not run again. Run it as
 
 from __future__ import annotations
 
-import json
 import resource
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from itertools import product
 from math import log2
-from pathlib import Path
-from typing import Any
 
 import torch
 
+from benchmarks.clock import alone
 from benchmarks.pages.tables import table
-from benchmarks.record import among, itself, left_of, machine, options, recorded, show, write
+from benchmarks.record import NEEDED, Row, among, grid, options, recorded, run_here
 from sparcel import SparseStream, simulate
 from sparcel.core.collectives import ALGORITHMS, broadcast, gtopk, oktopk
 from sparcel.core.collectives.doubling import halving_doubling
@@ -93,7 +88,7 @@ def draw(rank: int, size: int, count: int) -> SparseStream:
     return SparseStream(chosen, values, size)
 
 
-def measure(name: str, ranks: int, size: int, count: int) -> dict[str, Any]:
+def measure(name: str, ranks: int, size: int, count: int) -> Row:
     """Run one collective once, in this process."""
 
     def prepared(comm: Communicator) -> None:
@@ -230,29 +225,21 @@ def main() -> None:
         size=1_000_000,
         count=10_000,
         algorithms=among(NAMES),
-        output=Path,
-        alone=False,
+        output=NEEDED,
     )
     size, count = arguments.size, arguments.count
-    if arguments.alone:
-        print(json.dumps(measure(arguments.algorithms[0], arguments.ranks[0], size, count)))
-        return
-    jobs: list[dict[str, Any]] = [
-        {"algorithm": name, "ranks": ranks}
-        for ranks, name in product(arguments.ranks, arguments.algorithms)
-        if name != "ring" or ranks <= 256  # beyond, it sends two million messages
+
+    def work(algorithm: str, ranks: int) -> Row:
+        found: Row = alone(measure, algorithm, ranks, size, count)
+        return found
+
+    jobs = [
+        job
+        for job in grid(ranks=arguments.ranks, algorithm=arguments.algorithms)
+        if job["algorithm"] != "ring" or job["ranks"] <= 256  # beyond: two million messages
     ]
-    rows, left = left_of(arguments.output, jobs) if arguments.output else ([], jobs)
     networks = {"ethernet": vars(ETHERNET), "nodes": vars(NODES)}
-    content = {"machine": machine(), "size": size, "count": count, "networks": networks}
-    for job in left:
-        command = [sys.executable, *itself(), "--alone", "--algorithms", job["algorithm"]]
-        command += ["--ranks", str(job["ranks"]), "--size", str(size), "--count", str(count)]
-        answer = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-        rows.append(json.loads(answer.stdout))
-        show(rows[-1:])
-        if arguments.output:
-            write(arguments.output, content, rows)
+    run_here(arguments.output, work, jobs, size=size, count=count, networks=networks)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ python -m benchmarks.outer.report
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from statistics import mean
@@ -15,7 +14,8 @@ import torch
 
 import sparcel
 from benchmarks.outer.training import LINKS
-from benchmarks.record import Row, rows_of
+from benchmarks.pages.tables import perplexity, table
+from benchmarks.record import Row, grouped, rows_of
 from sparcel.core.comm import Communicator
 
 RECORDS = ("training", "muon", "images", "every", "islands")
@@ -39,29 +39,30 @@ def every_step_s(link: str, parameters: int, ranks: int) -> float:
 
 def endings() -> Iterator[str]:
     """Yield the table of what trainings end at."""
-    yield "| task | islands | H | method | perplexity, by seed | over DDP | bits sent |"
-    yield "|---|---|---|---|---|---|---|"
-    groups: dict[tuple[str, int, int, str], list[Row]] = defaultdict(list)
-    for row in rows(*RECORDS):
-        groups[row["task"], row["islands"], row["every"], row["run"]].append(row)
     dense = {
-        (row["task"], row["islands"], row["seed"]): row["loss"]
+        (row["task"], row["islands"], row["seed"]): row
         for row in rows(*RECORDS)
         if row["run"] == "ddp"
     }
-    for (task, islands, every, run), found in groups.items():
+    cells = []
+    for (*place, every, run), found in grouped(
+        rows(*RECORDS), "task", "islands", "every", "run"
+    ).items():
         found = sorted(found, key=lambda row: row["seed"])
-        plain = run in ("ddp", "bf16", "attach")
-        shown = ", ".join(f"{row['perplexity']:.3f}" for row in found)
-        known = [
-            math.exp(row["loss"] - dense[task, islands, row["seed"]]) - 1
-            for row in found
-            if (task, islands, row["seed"]) in dense
-        ]
-        over = f"{100 * mean(known):+.1f} %" if known else ""
-        bits = f"{mean(row['bits_up'] for row in found):.2f}" if "bits_up" in found[0] else ""
-        steps = 1 if plain else every
-        yield f"| {task} | {islands} | {steps} | `{run}` | {shown} | {over} | {bits} |"
+        keys = [(row, (*place, row["seed"])) for row in found]
+        over = perplexity((row, dense[key]) for row, key in keys if key in dense)
+        cells.append(
+            [
+                *map(str, place),
+                "1" if run in ("ddp", "bf16", "attach") else str(every),
+                f"`{run}`",
+                ", ".join(f"{row['perplexity']:.3f}" for row in found),
+                f"{mean(over):+.1f} %" if over else "",
+                f"{mean(row['bits_up'] for row in found):.2f}" if "bits_up" in found[0] else "",
+            ]
+        )
+    columns = "task", "islands", "H", "method", "perplexity, by seed", "over DDP", "bits sent"
+    return table(columns, cells)
 
 
 def times(records: tuple[str, ...], task: str, baseline: str, seed: int = 0) -> Iterator[str]:

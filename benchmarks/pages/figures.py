@@ -23,7 +23,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from benchmarks.network import commlib_report, two_tiers
 from benchmarks.network.scale import described
-from benchmarks.record import RESULTS, Row, recorded, rows_of
+from benchmarks.record import RESULTS, Row, grouped, recorded, rows_of
 from benchmarks.training import frontier_report as frontier
 from benchmarks.training import lab_report
 from sparcel.tools.bench.contenders import DENSE as DENSE_ROWS
@@ -232,10 +232,7 @@ def linear_optimum() -> Figure:
 def deltas_bits() -> Figure:
     """Draw the bits of a changed element against the learning rate, a line for each way."""
     figure, axes = subplots()
-    ways: dict[str, list[Row]] = {}
-    for row in rows_of("deltas"):
-        if row["what"] == "way":
-            ways.setdefault(row["way"], []).append(row)
+    ways = grouped((row for row in rows_of("deltas") if row["what"] == "way"), "way")
     for way, rows in sorted(ways.items(), key=lambda one: -one[1][-1]["bits"]):
         rates, bits = [row["lr"] for row in rows], [row["bits"] for row in rows]
         axes.plot(rates, bits, "o-", label=way, linewidth=3 if "sparcel" in way else 1.2)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from benchmarks.network import commlib_report as report
 from benchmarks.network import papers_models as models
 from benchmarks.pages.tables import over_seeds, points, table
-from benchmarks.record import Row, recorded, shown_of
+from benchmarks.record import Row, grouped, recorded, shown_of
 from sparcel.tools.analysis import expected_nnz
 
 
@@ -64,11 +64,11 @@ def sparcml() -> Iterator[Ours]:
         for name in ("urls", "posts-reviews")
     )
     yield Ours("Table 2", f"{faster}, on sets that stand in", "linear_rates")
-    gathers: dict[str, list[float]] = {}
-    for row in shown_of("linear_scd"):
-        if row["nodes"] == 8:
-            gathers.setdefault(row["gather"], []).append(row["seconds"])
-    ratio = median(gathers["dense"]) / median(gathers["sparse"])
+    gathers = grouped((row for row in shown_of("linear_scd") if row["nodes"] == 8), "gather")
+    dense_s, sparse_s = (
+        median(row["seconds"] for row in gathers[one]) for one in ("dense", "sparse")
+    )
+    ratio = dense_s / sparse_s
     yield Ours("Section 8.2, coordinate descent", f"{ratio:.1f}×", "linear_scd")
     epochs = {
         row["solver"]: row["iteration_seconds"] * row["iterations_an_epoch"]
@@ -157,9 +157,10 @@ def commlib() -> Iterator[Ours]:
     )
     times = f"{mine['select_ms'] / exact['select_ms']:.1f}× the time of our exact one on a core"
     yield Ours("Figure 6", f"{times}, {_percent(mine['overlap'])} the same", "selectors")
-    tiers: dict[str, list[float]] = {}
-    for row in shown_of("two_tiers"):
-        tiers.setdefault(row["method"], []).append(row["ms"])
+    tiers = {
+        method: [row["ms"] for row in own]
+        for method, own in grouped(shown_of("two_tiers"), "method").items()
+    }
     best = tiers.pop("HiTopKComm")
     slower = ", ".join(
         f"{name} {min(ratios):.1f} to {max(ratios):.1f}×"
@@ -170,12 +171,12 @@ def commlib() -> Iterator[Ours]:
     shares = [row["parts_ms"][0] / sum(row["parts_ms"]) for row in shown_of("two_tiers_steps")]
     inside = _percent(min(shares), max(shares))
     yield Ours("Figure 8", f"{inside} in the reduce-scatter inside", "two_tiers_steps")
-    gains: dict[str, list[float]] = {}
-    for row in shown_of("data_cache"):
-        if row["loader"] == "2 forked, persistent":
-            ratio = min(row["plain_s"]) / min(row["cached_s"][1:])
-            gains.setdefault(row["work"], []).append(ratio)
-    read, trained = gains["reading"], gains["training"]
+    cached = (row for row in shown_of("data_cache") if row["loader"] == "2 forked, persistent")
+    by_work = grouped(cached, "work")
+    read, trained = (
+        [min(row["plain_s"]) / min(row["cached_s"][1:]) for row in by_work[work]]
+        for work in ("reading", "training")
+    )
     reads = f"{min(read):.0f} to {max(read):.0f}×"
     yield Ours("Figure 9", f"{reads}, {min(trained):.1f} to {max(trained):.1f}×", "data_cache")
     norms = {row["model"]: row for row in shown_of("norms_lab")}
@@ -224,13 +225,11 @@ def _percent(*shares: float) -> str:
 
 def _bench() -> dict[float, dict[str, float]]:
     """Return median seconds over Gloo, by density and algorithm."""
-    record = recorded("bench_8_nodes_1gbit")
-    found: dict[float, dict[str, float]] = {}
-    for cell in record["cells"]:
-        if cell["engine"] == "gloo":
-            own = found.setdefault(cell["density"], {})
-            own[cell["algorithm"]] = cell["seconds"]["median"]
-    return dict(sorted(found.items()))
+    cells = (cell for cell in recorded("bench_8_nodes_1gbit")["cells"] if cell["engine"] == "gloo")
+    return {
+        density: {cell["algorithm"]: cell["seconds"]["median"] for cell in own}
+        for density, own in sorted(grouped(cells, "density").items())
+    }
 
 
 def _over_dense(method: str, name: str = "convergence", **setting: Any) -> str:

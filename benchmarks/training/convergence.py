@@ -22,7 +22,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.pages.tables import over_seeds, perplexity, points, table
-from benchmarks.record import RESULTS, Row, among, run_all, runs_told
+from benchmarks.record import RESULTS, Row, among, grouped, run_all, runs_told
 from benchmarks.streams.paper_selectors import GaussianK
 from benchmarks.training.frontier_report import over_dense
 from benchmarks.training.task_training import Method, train
@@ -84,10 +84,7 @@ def suite_table(rows: list[Row]) -> Iterator[str]:
     """Return the lines of what sparcel's methods ended at over dense training, same seeds."""
     dense = {(row["task"], row["seed"]): row for row in rows if row["method"] == "dense"}
     of_words = {row["method"] for row in rows if row["task"] == "words"} - {"dense", "gaussiank"}
-    runs: dict[str, list[Row]] = {}
-    for row in rows:
-        if row["method"] in of_words:
-            runs.setdefault(row["method"], []).append(row)
+    runs = grouped((row for row in rows if row["method"] in of_words), "method")
     columns = "method", "bytes of words", *SUITE
     return table(columns, ([method, *_ends(found, dense)] for method, found in runs.items()))
 

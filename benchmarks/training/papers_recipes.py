@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks.pages.tables import over_seeds, points, table
-from benchmarks.record import Row, among, grid, run_all, runs_told
+from benchmarks.record import Row, among, grid, grouped, run_all, runs_told
 from benchmarks.training.task_training import Method, Run, trained
 from benchmarks.training.tasks import TASKS
 from sparcel.core.comm import Communicator
@@ -125,10 +125,8 @@ def train(data: Path, recipe: str, method: str, seed: int, steps: int) -> Row:
 def recipes_table(rows: list[Row]) -> Iterator[str]:
     """Return the lines of the papers' recipes, each beside dense training with the same seeds."""
     dense = {_training(row): row for row in rows if row["method"] == "dense"}
-    found: dict[tuple[str, int], list[Row]] = {}
-    for row in sorted(rows, key=lambda row: row["seed"]):
-        if row["method"] != "dense":
-            found.setdefault((row["recipe"], row["steps"]), []).append(row)
+    others = (row for row in rows if row["method"] != "dense")
+    found = grouped(sorted(others, key=lambda row: row["seed"]), "recipe", "steps")
     columns = "recipe", "batch", "steps", "seeds", "dense", "accuracy", "over dense", "sent"
     return table(
         columns, (_recipe(recipe, found[recipe, steps], dense) for recipe, steps in sorted(found))

@@ -87,9 +87,9 @@ class Task:
     folder: str
     read: Callable[[Path, int], Split]
     model: Callable[[Split], nn.Module]
-    batch: int
-    steps: int
-    lr: float
+    batch: int = 64
+    steps: int = 2000
+    lr: float = 0.05
     adamw: Mapping[str, Any] | None = None
     clip: float | None = None
     lr_end: float = 0.0
@@ -204,8 +204,7 @@ def _images(archive: Path) -> tuple[Tensor, Tensor]:
 
 @cache
 def _shakespeare(folder: Path, seed: int) -> Split:
-    with lzma.open(folder / "input.txt.xz", "rt") as file:
-        text = file.read()
+    text = "".join(_lines(folder / "input.txt.xz"))
     number = {letter: place for place, letter in enumerate(sorted(set(text)))}
     letters = torch.tensor([number[letter] for letter in text])
     cut = len(letters) * 9 // 10
@@ -222,8 +221,7 @@ def _wikitext(folder: Path, seed: int) -> Split:
 
 
 def _tokens(file: Path) -> list[str]:
-    with lzma.open(file, "rt", encoding="utf8") as lines:
-        return [word for line in lines for word in (*line.split(), "<eos>")]
+    return [word for line in _lines(file) for word in (*line.split(), "<eos>")]
 
 
 def _windows(train: Tensor, test: Tensor, length: int) -> Split:
@@ -237,20 +235,24 @@ def _windows(train: Tensor, test: Tensor, length: int) -> Split:
 
 @cache
 def _reviews(folder: Path, seed: int) -> Split:
-    with lzma.open(folder / "train.jsonl.xz", "rt", encoding="utf8") as lines:
-        return _bytes("\n".join(json.loads(line)["text"] for line in lines))
+    rows = map(json.loads, _lines(folder / "train.jsonl.xz"))
+    return _bytes("\n".join(row["text"] for row in rows))
 
 
 @cache
 def _articles(folder: Path, seed: int) -> Split:
-    with lzma.open(folder / "train.txt.xz", "rt", encoding="utf8") as file:
-        return _bytes(file.read())
+    return _bytes("".join(_lines(folder / "train.txt.xz")))
 
 
 @cache
 def _news(folder: Path, seed: int) -> Split:
-    with lzma.open(folder / "test.csv.xz", "rt", encoding="utf8", newline="") as file:
-        return _bytes("\n".join(". ".join(row[1:]) for row in csv.reader(file)))
+    rows = csv.reader(_lines(folder / "test.csv.xz", newline=""))
+    return _bytes("\n".join(". ".join(row[1:]) for row in rows))
+
+
+def _lines(file: Path, newline: str | None = None) -> Iterator[str]:
+    with lzma.open(file, "rt", encoding="utf8", newline=newline) as lines:
+        yield from lines
 
 
 def _code(length: int) -> Callable[[Path, int], Split]:
@@ -306,10 +308,8 @@ def _spectrum(content: bytes) -> Tensor:
 @cache
 def _snips(folder: Path, seed: int) -> Split:
     """Read utterances as word numbers; a sixth of them, 2,414, is held out."""
-    rows = []
-    for part in ("train", "valid"):
-        with lzma.open(folder / f"{part}.jsonl.xz", "rt", encoding="utf8") as lines:
-            rows += [json.loads(line) for line in lines]
+    files = (folder / f"{part}.jsonl.xz" for part in ("train", "valid"))
+    rows = [json.loads(line) for file in files for line in _lines(file)]
     intents_of = sorted({row["intent"] for row in rows})
     sentences = ["".join(text for text, _ in row["data"]).lower().split() for row in rows]
     test = torch.arange(len(rows)) % 6 == 0
@@ -331,28 +331,21 @@ def _classes(split: Split) -> int:
 
 
 SGD_TASKS = (
-    Task(
-        *("clothes", "fashion-mnist", _fashion, lambda _: small_cnn(), 64, 2000, 0.05),
-        kind="vision",
-    ),
-    Task(
-        *("images", "cifar-10-jpeg", _cifar, lambda _: residual_network(), 64, 2000, 0.05),
-        kind="vision",
-    ),
+    Task("clothes", "fashion-mnist", _fashion, lambda _: small_cnn(), kind="vision"),
+    Task("images", "cifar-10-jpeg", _cifar, lambda _: residual_network(), kind="vision"),
     Task(
         *("batchnorm", "cifar-10-jpeg", _cifar, lambda _: residual_network(nn.BatchNorm2d)),
-        *(64, 2000, 0.05),
         kind="vision",
     ),
     Task(
         *("characters", "tinyshakespeare", _shakespeare, lambda split: Characters(_classes(split))),
-        *(64, 2000, 2.0),
+        lr=2.0,
         clip=1.0,
     ),
-    Task("speech", "fsdd", _digits, lambda _: spectrogram_cnn(), 64, 2000, 0.05, kind="speech"),
+    Task("speech", "fsdd", _digits, lambda _: spectrogram_cnn(), kind="speech"),
     Task(
         *("intents", "snips-nlu", _snips, lambda split: intents(2 + int(split.x_train.max()))),
-        *(64, 2000, 0.1),
+        lr=0.1,
         kind="intents",
     ),
 )
