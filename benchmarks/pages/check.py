@@ -30,7 +30,7 @@ from benchmarks.pages.tables import table
 from benchmarks.record import RESULTS, Row, recorded, rows_of, rule_of, shown_of
 from benchmarks.training import causes, convergence, norms, papers_recipes, singular
 from benchmarks.training import frontier_report as frontier
-from benchmarks.training import lab_report as lab
+from benchmarks.training import lab_training as lab
 from sparcel.core.schemes import DEFAULT, RECOMMENDED
 from sparcel.tools.bench.results import Results
 from sparcel.tools.bench.results import tables as bench_tables

@@ -25,7 +25,7 @@ from benchmarks.network import commlib_report, two_tiers
 from benchmarks.network.scale import described
 from benchmarks.record import RESULTS, Row, grouped, recorded, rows_of
 from benchmarks.training import frontier_report as frontier
-from benchmarks.training import lab_report
+from benchmarks.training import lab_training
 from sparcel.tools.bench.contenders import DENSE as DENSE_ROWS
 from sparcel.tools.bench.plot import plot
 from sparcel.tools.bench.results import Results
@@ -101,7 +101,7 @@ FRONT_COLOURS = {"PowerSGD": POWERSGD, "bfloat16": ROUNDED}
 
 def front() -> Figure:
     """Draw the front page's picture: when each method ends, and how far above DDP alone."""
-    base, told = lab_report.front(lab_report.lab_rows())
+    base, told = lab_training.front(lab_training.lab_rows())
     wanted = math.exp(base["held_out"][-1][-1])
     figure, axes = subplots(size=(5.4, 4))
     axes.axhline(wanted, color=DENSE, linewidth=1, linestyle=":")

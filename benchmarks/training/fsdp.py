@@ -61,26 +61,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import sparcel
 from benchmarks.clock import Clock, Timed, alone, gathered, gloo, in_turns, process_bytes, resident
 from benchmarks.record import Row, grid, network, options, report, run_here
-from benchmarks.training.fsdp_model import (
-    ALONE,
-    ALONE_HALF,
-    AT_10,
-    HSDP,
-    HSDP_HALF,
-    LR,
-    METHODS,
-    PACKED,
-    TOPK,
-    Method,
-    Replica,
-    Shape,
-    Vector,
-    averager_of,
-    mesh_of_nodes,
-    predicted,
-    random_batches,
-    vectors_of,
-)
+from benchmarks.training import fsdp_model as sharded
+from benchmarks.training.fsdp_model import ALONE, AT_10, HSDP, HSDP_HALF, METHODS, TOPK
 from benchmarks.training.tasks import TASKS, batches, loss_of
 from sparcel.core.comm import resolve
 
@@ -96,7 +78,7 @@ WINDOWS = 512
 """Of how many steps the loss is a training's, and how many samples are held out."""
 
 
-def remembered(shape: Shape) -> Iterator[Row]:
+def remembered(shape: sharded.Shape) -> Iterator[Row]:
     """Yield what ranks hold with each method, in processes that end with it."""
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)
     server = _store(is_master=True) if os.environ["RANK"] == "0" else None
@@ -109,14 +91,14 @@ def _store(is_master: bool) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=is_master, wait_for_workers=False)
 
 
-def _held(label: str, shape: Shape) -> Row:
+def _held(label: str, shape: sharded.Shape) -> Row:
     """Return what ranks hold with a method, on average; all ranks call."""
     torch.set_num_threads(1)
     store = dist.PrefixStore(label, _store(is_master=False))
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    replica = Replica(METHODS[label], mesh_of_nodes(), shape)
-    batch = random_batches(1)
+    replica = sharded.Replica(METHODS[label], sharded.mesh_of_nodes(), shape)
+    batch = sharded.random_batches(1)
     for _ in range(3):
         replica.step(*next(batch))
     held = _bytes_of_tensors()
@@ -126,7 +108,7 @@ def _held(label: str, shape: Shape) -> Row:
         replica.step(*next(batch))
     figures["peak_bytes"] = process_bytes("VmHWM")
     if replica.handle is not None:
-        sizes = [vector.size for vector in vectors_of(replica.model)]
+        sizes = [vector.size for vector in sharded.vectors_of(replica.model)]
         figures |= {"two_vectors_bytes": 8 * sum(sizes), "bucket_bytes": 4 * max(sizes)}
     total = torch.tensor(list(figures.values()), dtype=torch.float64)
     dist.all_reduce(total)
@@ -146,10 +128,10 @@ def _bytes_of_tensors() -> int:
 def trained(data: Path, what: str, method: str, seed: int, steps: int) -> Row:
     """Train with a method, and return its losses; all ranks call."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    task = replace(TASKS["characters"], steps=steps, batch=ranks, lr=LR)
+    task = replace(TASKS["characters"], steps=steps, batch=ranks, lr=sharded.LR)
     split = task.read(data / task.folder, seed)
-    mesh = mesh_of_nodes()
-    replica = Replica(METHODS[method], mesh, SHAPE, seed, frontload=True, reshard=False)
+    mesh = sharded.mesh_of_nodes()
+    replica = sharded.Replica(METHODS[method], mesh, SHAPE, seed, frontload=True, reshard=False)
     losses, start = [], perf_counter()
     for step, batch in enumerate(batches(len(split.y_train), task.batch, task.steps, seed)):
         part = batch.chunk(ranks)[rank]
@@ -175,7 +157,7 @@ def trained(data: Path, what: str, method: str, seed: int, steps: int) -> Row:
     }
 
 
-EXCHANGED = (HSDP, HSDP_HALF, TOPK, PACKED, AT_10)
+EXCHANGED = (HSDP, HSDP_HALF, TOPK, sharded.PACKED, AT_10)
 GRADIENTS = 3
 """Of how many steps gradients are exchanged by themselves, over and over."""
 
@@ -185,9 +167,11 @@ Run = Callable[[], object]
 class Exchange:
     """FSDP's all-reduces of a step, one after another, or the averager's exchange."""
 
-    def __init__(self, method: Method, mesh: DeviceMesh, vectors: Sequence[Vector]) -> None:
+    def __init__(
+        self, method: sharded.Method, mesh: DeviceMesh, vectors: Sequence[sharded.Vector]
+    ) -> None:
         self._dtype, self._group = method.dtype or torch.float32, mesh["replicate"].get_group()
-        self._averager = None if method.is_hsdp else averager_of(vectors, method, mesh)
+        self._averager = None if method.is_hsdp else sharded.averager_of(vectors, method, mesh)
         self.handle = None if self._averager is None else self._averager.handle
         self._places = [vector.places for vector in vectors]
         self._vectors: list[Tensor] = []
@@ -207,7 +191,7 @@ class Exchange:
 
 def timed_rows(rounds: int, repeats: int) -> Iterator[Row]:
     """Yield rows of steps of a model, and of exchanges of models; all ranks call."""
-    mesh, clock = mesh_of_nodes(), Clock(resolve(None))
+    mesh, clock = sharded.mesh_of_nodes(), Clock(resolve(None))
     yield from _steps(clock, mesh, SHAPE, rounds, repeats)
     for one in (SHAPE, LARGER):
         yield from _exchanges(clock, mesh, one, rounds, repeats)
@@ -215,14 +199,14 @@ def timed_rows(rounds: int, repeats: int) -> Iterator[Row]:
 
 
 def _steps(
-    clock: Clock, mesh: DeviceMesh, shape: Shape, rounds: int, repeats: int
+    clock: Clock, mesh: DeviceMesh, shape: sharded.Shape, rounds: int, repeats: int
 ) -> Iterator[Row]:
-    replicas = {label: Replica(method, mesh, shape) for label, method in METHODS.items()}
-    batches = random_batches(1)
+    replicas = {label: sharded.Replica(method, mesh, shape) for label, method in METHODS.items()}
+    batches = sharded.random_batches(1)
     jobs = {label: partial(_next_step, replica, batches) for label, replica in replicas.items()}
     found = _timed(clock, jobs, rounds, repeats)
-    vectors = vectors_of(replicas[ALONE].model)
-    floors = {METHODS[label].dtype: found[label]["all_ms"] for label in (ALONE, ALONE_HALF)}
+    vectors = sharded.vectors_of(replicas[ALONE].model)
+    floors = {METHODS[label].dtype: found[label]["all_ms"] for label in (ALONE, sharded.ALONE_HALF)}
     for label, replica in replicas.items():
         both = zip(found[label]["all_ms"], floors[replica.method.dtype], strict=True)
         yield {
@@ -236,15 +220,15 @@ def _steps(
         replica.close()
 
 
-def _next_step(replica: Replica, batches: Iterator[tuple[Tensor, Tensor]]) -> Run:
+def _next_step(replica: sharded.Replica, batches: Iterator[tuple[Tensor, Tensor]]) -> Run:
     return partial(replica.step, *next(batches))
 
 
 def _exchanges(
-    clock: Clock, mesh: DeviceMesh, shape: Shape, rounds: int, repeats: int
+    clock: Clock, mesh: DeviceMesh, shape: sharded.Shape, rounds: int, repeats: int
 ) -> Iterator[Row]:
-    replica = Replica(METHODS[ALONE], mesh, shape)
-    vectors, batches, gradients = vectors_of(replica.model), random_batches(1), []
+    replica = sharded.Replica(METHODS[ALONE], mesh, shape)
+    vectors, batches, gradients = sharded.vectors_of(replica.model), sharded.random_batches(1), []
     for _ in range(GRADIENTS):
         replica.backward(*next(batches))
         gradients.append([vector.gradient() for vector in vectors])
@@ -290,10 +274,13 @@ def _timed(
 
 
 def _bytes(
-    vectors: Sequence[Vector], method: Method, mesh: DeviceMesh, handle: sparcel.Handle | None
+    vectors: Sequence[sharded.Vector],
+    method: sharded.Method,
+    mesh: DeviceMesh,
+    handle: sparcel.Handle | None,
 ) -> Row:
     """Return what the busiest node sent in the last step, and what it was to send; all call."""
-    told, exact = predicted(vectors, method, mesh)
+    told, exact = sharded.predicted(vectors, method, mesh)
     if handle is None:
         return {"predicted_bytes": _of_busiest_node(told), "exact": exact}
     sent = handle.stats().last.bytes_sent

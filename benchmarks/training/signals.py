@@ -28,15 +28,7 @@ from sparcel.core.comm import Communicator
 from sparcel.core.schemes.density import count_for
 from sparcel.core.selectors import selector, topk
 from sparcel.core.training import Averager, stays_dense
-from sparcel.tools.analysis import (
-    contraction,
-    cosine_similarities,
-    fill_in,
-    normalized_hamming_distance,
-    quantile_agreement,
-    spearman,
-    xi,
-)
+from sparcel.tools import analysis
 
 RANKS, DENSITY, EVERY = 8, 0.01, 40
 MANY, DENSITIES = 64, (0.001, 0.01, 0.05, 0.1)
@@ -62,7 +54,7 @@ class Watched(Run):
 
     Attributes
     ----------
-    looks
+    found
         A dict of figures for every step that was looked at.
     counts
         For every step: coordinates that rank 0 sent and that the update had, over those asked for.
@@ -74,7 +66,7 @@ class Watched(Run):
         super().__init__(data, task, method, seed)
         self.large = [name for name, p in self.named.items() if not stays_dense(name, p)]
         self.sizes = [self.named[name].numel() for name in self.large]
-        self.looks: list[dict[str, float | None]] = []
+        self.found: list[dict[str, float | None]] = []
         self.counts: list[tuple[float, float]] = []
         self.growth: dict[int, dict[str, list[float]]] = {}
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
@@ -93,7 +85,7 @@ class Watched(Run):
         comm.gather_numbers(0)  # all ranks' are there
         if comm.rank == 0:
             found = [self._seen[rank] for rank in range(comm.size)]
-            self.looks.append({"step": step, **look(found, step % comm.size)})
+            self.found.append({"step": step, **look(found, step % comm.size)})
             if step // EVERY in (1, self.task.steps // EVERY // 2, self.task.steps // EVERY - 1):
                 self.growth[step] = self._growth(step)
         comm.gather_numbers(0)  # the model may change
@@ -112,7 +104,7 @@ class Watched(Run):
         each = self.task.batch // RANKS
         draws = torch.Generator().manual_seed(step)
         chosen = torch.randint(len(self.split.y_train), (MANY, each), generator=draws)
-        grown = fill_in(map(self._gradient, chosen), DENSITIES, ("exact",))
+        grown = analysis.fill_in(map(self._gradient, chosen), DENSITIES, ("exact",))
         powers = [2**p - 1 for p in range(MANY.bit_length())]
         return {
             f"{density:g}": [round(one.density[place], 5) for place in powers]
@@ -137,24 +129,24 @@ def look(found: Sequence[tuple[Tensor, Tensor]], leader: int) -> dict[str, float
     true, mine = torch.stack(accumulated).mean(0), accumulated[leader]
     chosen = topk(mine, k)
     chunked = selector("chunkwise").select(mine, k)
-    cosine = cosine_similarities(accumulated)
-    own = mean(contraction(one, chunked) for one in accumulated)
+    cosine = analysis.cosine_similarities(accumulated)
+    own = mean(analysis.contraction(one, chunked) for one in accumulated)
     norms = [float(one.norm()) for one in memories]
     figures = {
-        "xi": xi(accumulated, gradients, k),
+        "xi": analysis.xi(accumulated, gradients, k),
         "xi_sum": xi_sum(accumulated, gradients, k),
-        "memory_cosine": _pairwise(cosine_similarities(memories)),
-        "gradient_cosine": _pairwise(cosine_similarities(gradients)),
+        "memory_cosine": _pairwise(analysis.cosine_similarities(memories)),
+        "gradient_cosine": _pairwise(analysis.cosine_similarities(gradients)),
         "accumulated_cosine": _pairwise(cosine),
-        "hamming": normalized_hamming_distance(chosen, topk(true, k)),
-        "spearman": spearman(mine, true),
-        "memory_quantiles": quantile_agreement(memories[0], memories[1]),
-        "gradient_quantiles": quantile_agreement(gradients[0], gradients[1]),
-        "accumulated_quantiles": quantile_agreement(mine, true),
+        "hamming": analysis.normalized_hamming_distance(chosen, topk(true, k)),
+        "spearman": analysis.spearman(mine, true),
+        "memory_quantiles": analysis.quantile_agreement(memories[0], memories[1]),
+        "gradient_quantiles": analysis.quantile_agreement(gradients[0], gradients[1]),
+        "accumulated_quantiles": analysis.quantile_agreement(mine, true),
         "contraction_own": own,
-        "contraction_true": contraction(true, chunked),
-        "contraction_leader": contraction(true, chosen),
-        "contraction_best": contraction(true, topk(true, k)),
+        "contraction_true": analysis.contraction(true, chunked),
+        "contraction_leader": analysis.contraction(true, chosen),
+        "contraction_best": analysis.contraction(true, topk(true, k)),
         "cosine_needed": (RANKS * own - 1) / (RANKS - 1),
         "memory_over_gradient": mean(norms) / mean(float(one.norm()) for one in gradients),
     }
@@ -186,7 +178,7 @@ def watch(data: Path, task: str, method: str, seed: int) -> Row:
         "selected_deviation": mean(abs(sent - 1) for sent, _ in run.counts),
         "result_deviation": mean(abs(result - 1) for _, result in run.counts),
         "growth": run.growth,
-        "looks": run.looks,
+        "looks": run.found,
     }
 
 

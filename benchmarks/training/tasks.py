@@ -28,14 +28,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from benchmarks.training.models import (
-    Characters,
-    Words,
-    intents,
-    residual_network,
-    small_cnn,
-    spectrogram_cnn,
-)
+from benchmarks.training import models
 
 VOCABULARY = 2000
 UNKNOWN, PADDING = 0, 1
@@ -331,20 +324,30 @@ def _classes(split: Split) -> int:
 
 
 SGD_TASKS = (
-    Task("clothes", "fashion-mnist", _fashion, lambda _: small_cnn(), kind="vision"),
-    Task("images", "cifar-10-jpeg", _cifar, lambda _: residual_network(), kind="vision"),
+    Task("clothes", "fashion-mnist", _fashion, lambda _: models.small_cnn(), kind="vision"),
+    Task("images", "cifar-10-jpeg", _cifar, lambda _: models.residual_network(), kind="vision"),
     Task(
-        *("batchnorm", "cifar-10-jpeg", _cifar, lambda _: residual_network(nn.BatchNorm2d)),
+        *("batchnorm", "cifar-10-jpeg", _cifar, lambda _: models.residual_network(nn.BatchNorm2d)),
         kind="vision",
     ),
     Task(
-        *("characters", "tinyshakespeare", _shakespeare, lambda split: Characters(_classes(split))),
+        *(
+            "characters",
+            "tinyshakespeare",
+            _shakespeare,
+            lambda split: models.Characters(_classes(split)),
+        ),
         lr=2.0,
         clip=1.0,
     ),
-    Task("speech", "fsdd", _digits, lambda _: spectrogram_cnn(), kind="speech"),
+    Task("speech", "fsdd", _digits, lambda _: models.spectrogram_cnn(), kind="speech"),
     Task(
-        *("intents", "snips-nlu", _snips, lambda split: intents(2 + int(split.x_train.max()))),
+        *(
+            "intents",
+            "snips-nlu",
+            _snips,
+            lambda split: models.intents(2 + int(split.x_train.max())),
+        ),
         lr=0.1,
         kind="intents",
     ),
@@ -352,13 +355,13 @@ SGD_TASKS = (
 
 
 def _of_words(width: int, layers: int) -> Callable[[Split], nn.Module]:
-    return lambda _: Words(VOCABULARY, 32, width, layers)
+    return lambda _: models.Words(VOCABULARY, 32, width, layers)
 
 
 def _of_bytes(
     width: int, layers: int, length: int = BYTES_A_WINDOW
 ) -> Callable[[Split], nn.Module]:
-    return lambda _: Words(256, length, width, layers)
+    return lambda _: models.Words(256, length, width, layers)
 
 
 _WORDS = Task(
