@@ -167,7 +167,7 @@ BAD = [float("nan"), float("inf"), -float("inf")]
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "streaming"])
 @pytest.mark.parametrize("poison", ["leave out", "void"])
 @given(values=st.dictionaries(st.integers(0, 2), st.sampled_from(BAD), min_size=1))
-@settings(max_examples=8)
+@settings(max_examples=5)
 def test_an_island_with_nan_is_left_out_or_makes_the_step_void(
     name: str, poison: Any, values: dict[int, float]
 ) -> None:
@@ -253,7 +253,7 @@ def restarted(island: Training, comm: Communicator, method: Any, every: int) -> 
 
 @pytest.mark.parametrize("name", ["default", "sparseloco", "streaming", "a scheme"])
 @given(stop=st.integers(0, 11))
-@settings(max_examples=6)
+@settings(max_examples=4)
 def test_training_resumes_bit_by_bit_at_any_inner_step(name: str, stop: int) -> None:
     def on_rank(comm: Communicator) -> None:
         through = Training(comm, comm.rank, METHODS[name](), 4, make=torch.optim.Adam).steps(stop)

@@ -202,8 +202,8 @@ def test_quantised_updates_are_unbiased():
     gradients = [normal(rank, 0, 64) for rank in range(4)]
     exact, _, _ = step_once(lambda: sparcel.scheme("sparcml", density=1), 4, gradients)
     make = lambda seed: lambda: sparcel.scheme("sparcml", density=1, bits=2, seed=seed)  # noqa: E731
-    rounds = torch.stack([step_once(make(seed), 4, gradients)[0] for seed in range(300)])
-    bound = 5 * rounds.std(dim=0) / 300**0.5 + 1e-6
+    rounds = torch.stack([step_once(make(seed), 4, gradients)[0] for seed in range(100)])
+    bound = 5 * rounds.std(dim=0) / 100**0.5 + 1e-6
     assert bool(((rounds.mean(dim=0) - exact).abs() <= bound).all())
 
 

@@ -1,6 +1,7 @@
 """Properties of every selector, over sizes, counts, dtypes and distributions."""
 
 import math
+from itertools import product
 
 import hypothesis.strategies as st
 import pytest
@@ -23,6 +24,7 @@ from sparcel.core.selectors import (
     selector,
 )
 from tests.kernels.paths import KINDS, Case
+from tests.sampling import meeting
 from tests.schemes.test_cost import Allocations
 from tests.strategies import FLOATS, floats, same_bits
 
@@ -172,13 +174,20 @@ def test_selection_of_a_non_finite_vector_is_void(name: str, bad: float) -> None
     assert s.state_dict() == s.fresh().state_dict()
 
 
-@pytest.mark.parametrize("kind", ["normal", "all equal", "zeros", "mostly zero", "bunched"])
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("name", SELECTORS)
+@pytest.mark.parametrize(
+    ("name", "vector"),
+    meeting(
+        SELECTORS,
+        product(FLOATS, ["normal", "all equal", "zeros", "mostly zero", "bunched"]),
+        each=10,
+    ),
+    ids=str,
+)
 def test_selection_allocates_nothing_as_large_as_the_vector(
-    name: str, dtype: torch.dtype, kind: str
+    name: str, vector: tuple[torch.dtype, str]
 ) -> None:
     """A mask of one byte a coordinate would already fail."""
+    dtype, kind = vector
     size, k = 600_000, 600
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     gradient = Case(kind, size, dtype).vector()

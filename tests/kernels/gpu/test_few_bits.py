@@ -1,5 +1,7 @@
 """Few bits a value, on a GPU or in Triton's interpreter: the bits are those of the definition."""
 
+from itertools import product
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -13,6 +15,7 @@ from sparcel.core.kernels.definitions import few_bits as reference
 from sparcel.core.kernels.gpu import few_bits as kernels
 from tests.card import moved, on_card, seen
 from tests.kernels.paths import KINDS, Case
+from tests.sampling import meeting
 from tests.strategies import FLOATS, same_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -71,19 +74,21 @@ def test_quantize_has_the_bits_of_the_definition(
     check(x, bits, block, seed, offset, scale)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("seed", [None, 7])
-@pytest.mark.parametrize("bits", BITS)
-def test_every_kind_of_vector_in_one(bits: int, seed: int | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("bits", "vector"), meeting(BITS, product([None, 7], FLOATS), each=4), ids=str
+)
+def test_every_kind_of_vector_in_one(bits: int, vector: tuple[int | None, torch.dtype]) -> None:
+    seed, dtype = vector
     x = torch.cat([Case(kind, 150, dtype).vector() for kind in KINDS])
     for scale in SCALES:
         check(x, bits, 32, seed, 0, scale)
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("seed", [None, 7])
-@pytest.mark.parametrize("block", [32, 64, 512])
-def test_several_programs(bits: int, seed: int | None, block: int) -> None:
+@pytest.mark.parametrize(
+    ("bits", "blocks"), meeting(BITS, product([None, 7], [32, 64, 512]), each=2), ids=str
+)
+def test_several_programs(bits: int, blocks: tuple[int | None, int]) -> None:
+    seed, block = blocks
     check(Case("cauchy", 2 * 2048 + 13, torch.float32).vector(), bits, block, seed, 0, SCALES[0])
 
 

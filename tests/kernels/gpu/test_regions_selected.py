@@ -193,7 +193,7 @@ SHARES = ((400, 0.1), (700, 0.3))
 
 
 @few
-@example(Exchange(2, 700, "all equal", up=SHARES, down=SHARES, tile=64, chunks=4), 1, DTYPES[0])
+@example(Exchange(2, 700, "all equal", up=SHARES, down=SHARES, tile=64, chunks=2), 1, DTYPES[0])
 @example(Exchange(3, 700, "special", up=SHARES, down=SHARES, tile=64, chunks=2), 0, DTYPES[1])
 @example(Exchange(2, 700, up=SHARES, down=SHARES, scale=1e6), 0, torch.float16)
 @given(exchanges(), st.integers(0, 4), st.sampled_from(DTYPES))
