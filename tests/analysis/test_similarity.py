@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import linregress, spearmanr
 from torch import Tensor
 
 from sparcel import SparseStream, topk
@@ -92,6 +91,8 @@ def test_a_dense_stream_has_all_indices() -> None:
 
 @given(vectors(2))
 def test_spearman_is_scipys_of_the_magnitudes(pair: list[Tensor]) -> None:
+    from scipy.stats import spearmanr
+
     local, true = pair
     found = spearman(local, true)
     if min(len(local.abs().unique()), len(true.abs().unique())) == 1:
@@ -103,6 +104,8 @@ def test_spearman_is_scipys_of_the_magnitudes(pair: list[Tensor]) -> None:
 
 @given(vectors(2))
 def test_quantile_agreement_is_r2_of_the_line_through_the_quantiles(pair: list[Tensor]) -> None:
+    from scipy.stats import linregress
+
     local, true = (np.sort(vector.abs().double().numpy()) for vector in pair)
     found = quantile_agreement(*pair)
     if np.ptp(local) == 0 or np.ptp(true) == 0:

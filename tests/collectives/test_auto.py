@@ -54,7 +54,8 @@ def chosen(taken, world, streams, op=SUM, max_nnz=None, rates=None):
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_ranks_with_different_counts_choose_the_same_algorithm(taken, world):
-    for layout, size in product(("uneven", "one rank", "dense", "empty"), (1, 50, 9000)):
+    cases = [*product(("uneven", "one rank", "dense", "empty"), (1, 50, 9000))]
+    for layout, size in cases[world % 2 :: 2]:  # each meets half of the worlds
         chosen(taken, world, case_of(layout, world, size).streams)
 
 

@@ -40,7 +40,7 @@ ENOUGH = 6000
 
 @pytest.mark.parametrize("forgets", [False, True], ids=["lasting", "forgetful"])
 def test_promises_hold_in_some_worlds(forgets: bool) -> None:
-    for seed in range(150):
+    for seed in range(80):
         live(seed, forgets=forgets)
 
 

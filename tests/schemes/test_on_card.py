@@ -44,7 +44,7 @@ MIXED = "bidirectional 3 bits, exact answer"
 OWN = dict.fromkeys((*DISTINCT, *BY_REGIONS, MIXED, "scalecom", "warm-up"))
 ALL = {name: SCHEMES[name] for name in OWN} | SELECTORS | OTHERS
 WORLDS = [
-    (name, 4 if "hitopk" in name or "nodes" in name else 2 + (place % 3 == 0 or name in LONG))
+    (name, 4 if "hitopk" in name or "nodes" in name else 2 + (place % 6 == 0 or name in LONG))
     for place, name in enumerate(ALL)
 ]
 
