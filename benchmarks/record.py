@@ -55,8 +55,7 @@ def options(doc: str | None, *paths: str, **defaults: Any) -> argparse.Namespace
     argparse is told. Help shows the docstring.
     """
     parser = argparse.ArgumentParser(
-        description=doc,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for path in paths:
         several = path == "places"  # paths or URLs

@@ -22,10 +22,7 @@ BEFORE = "958b5150"
 CARD = "gpu_nvidia_h100_80gb_hbm3"
 RANKS, GBITS = 8, (10, 25, 100)
 """What the computed table is for."""
-TRAVELS = {
-    "default": ((1.0, 1.0), "packed:5"),
-    "10 %": ((0.1, 0.3), "packed:4"),
-}
+TRAVELS = {"default": ((1.0, 1.0), "packed:5"), "10 %": ((0.1, 0.3), "packed:4")}
 """How much of a vector goes up, and comes down, and how."""
 WIDTH, LAYERS, LOW_RANK = 2048, 6, 4
 """The MLP that `measure` trains, and the rank of PowerSGD."""

@@ -139,9 +139,7 @@ def run(folder: Path, rate: str, **one: Any) -> Row:
     with EmulatedNetwork(NODES + 1, Link(parse_rate(rate))) as network:
         serve = [sys.executable, "-m", "benchmarks.server", str(PORT), str(images)]
         store = subprocess.Popen(
-            network.command(NODES, serve),
-            pass_fds=network.descriptors,
-            stdout=subprocess.PIPE,
+            network.command(NODES, serve), pass_fds=network.descriptors, stdout=subprocess.PIPE
         )
         told = {
             **one,

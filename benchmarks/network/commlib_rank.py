@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, DistributedSampler, Subset
 
 import sparcel
+from benchmarks.clock import gloo, took
 from benchmarks.data.cache import Uncached
 from benchmarks.network.commlib import PARTS
 from sparcel.core.optim import LARS
@@ -99,9 +100,9 @@ class Training:
     def _note(self, _: Tensor) -> None:
         self.seen = perf_counter()
 
-    def epochs(self) -> list[dict[str, Any]]:
-        """Train, and return what each epoch took and reached."""
-        rows, loader, batch_size = [], None, 0
+    def run(self) -> None:
+        """Train, and print what each epoch took and reached, a line of JSON on rank 0."""
+        loader, batch_size = None, 0
         for epoch in range(math.ceil(self.schedule.length)):
             phase = self.schedule.at(epoch)
             if phase.batch_size != batch_size:
@@ -112,11 +113,9 @@ class Training:
             start = perf_counter()
             steps = self._epoch(epoch, loader)
             dist.barrier()
-            seconds = perf_counter() - start
-            rows.append(self._row(epoch, seconds, steps))
+            row = self._row(epoch, perf_counter() - start, steps)
             if self.rank == 0:
-                print(json.dumps(rows[-1]), flush=True)
-        return rows
+                print(json.dumps(row), flush=True)
 
     def _epoch(self, epoch: int, loader: Any) -> list[list[float]]:
         """Take the steps of an epoch, and return the seconds of their parts."""
@@ -137,16 +136,8 @@ class Training:
             updated = perf_counter()
             waited = exchanged - self.seen
             selecting = waited * self._selecting_share()
-            steps.append(
-                [
-                    read - start,
-                    self.seen - read,
-                    selecting,
-                    waited - selecting,
-                    updated - exchanged,
-                    loss.item(),
-                ]
-            )
+            parts = (read - start, self.seen - read, selecting, waited - selecting)
+            steps.append([*parts, updated - exchanged, loss.item()])
         return steps
 
     def _set(self, now: float) -> None:
@@ -188,12 +179,7 @@ class Training:
 
 def request_seconds(images: Dataset[Any], count: int = 20) -> float:
     """Return the median time of one image from the store, which the other ranks ask, too."""
-    times = []
-    for index in range(count):
-        start = perf_counter()
-        images[index]
-        times.append(perf_counter() - start)
-    return median(times)
+    return median(took(images.__getitem__, index).seconds for index in range(count))
 
 
 def node_bytes() -> dict[str, int]:
@@ -204,15 +190,12 @@ def node_bytes() -> dict[str, int]:
 
 
 def main() -> None:
-    """Train as the first argument says; rank 0 prints a line of JSON an epoch."""
-    job = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    training = Training(job)
-    training.epochs()
-    if training.handle is not None:
-        training.handle.close()
-    dist.destroy_process_group()
+    """Train as the first argument says."""
+    with gloo():
+        training = Training(json.loads(sys.argv[1]))
+        training.run()
+        if training.handle is not None:
+            training.handle.close()
 
 
 if __name__ == "__main__":

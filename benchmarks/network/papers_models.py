@@ -55,10 +55,7 @@ class Accelerators:
     def steps(self) -> dict[str, PlannedStep]:
         """The planned steps by method."""
         rates = stated_rates(
-            bandwidth=self.bandwidth,
-            latency_s=0,
-            ranks=self.ranks,
-            memory_bandwidth=self.MEMORY,
+            bandwidth=self.bandwidth, latency_s=0, ranks=self.ranks, memory_bandwidth=self.MEMORY
         )
         planned = plan(
             "resnet50",

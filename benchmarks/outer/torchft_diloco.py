@@ -35,16 +35,7 @@ from torchft.local_sgd import DiLoCo
 
 import sparcel
 from benchmarks.outer.training import ISLAND_TASKS, warmed
-from benchmarks.record import (
-    RESULTS,
-    Row,
-    add,
-    grid,
-    left_of,
-    machine,
-    network,
-    options,
-)
+from benchmarks.record import RESULTS, Row, add, grid, left_of, machine, network, options
 from benchmarks.training.task_training import evaluate
 from benchmarks.training.tasks import batches, loss_of
 from sparcel.integrations.torchft import SparseProcessGroup

@@ -47,11 +47,7 @@ PROCESSOR = {
 }
 """What docs/how-to/choose.md calls rows of the record of processor time."""
 
-DEFAULT_IN = {
-    "demo_accuracy_digits": None,
-    "demo_digits": None,
-    "lab_training": "sparcel",
-}
+DEFAULT_IN = {"demo_accuracy_digits": None, "demo_digits": None, "lab_training": "sparcel"}
 """Records of trainings by `attach`'s default whose rows tell no rule, and what they call it."""
 
 NO_COMMIT = ("bench_8_nodes_1gbit", "demo_digits", "demo_digits_10gbit", "emulated_25m")

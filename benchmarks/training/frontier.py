@@ -68,11 +68,7 @@ def train_with_hook(data: Path, task: str, hook: str, seed: int, steps: int) -> 
         model = DistributedDataParallel(run.model, bucket_cap_mb=1000)
         share = register(model, hook, steps)
         run.alone(model)
-        return {
-            **evaluate(run.model, run.split),
-            "train_losses": run.smoothed(),
-            "share": share(),
-        }
+        return {**evaluate(run.model, run.split), "train_losses": run.smoothed(), "share": share()}
     finally:
         dist.destroy_process_group()
 

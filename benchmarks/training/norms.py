@@ -178,10 +178,7 @@ def on_simulated(model: str, ranks: int, rounds: int) -> Iterator[Row]:
     for number in range(rounds + 1):
         for way, compute in WAYS.items():
 
-            def on_rank(
-                comm: SimulatedCommunicator,
-                compute: Way = compute,
-            ) -> list[float]:
+            def on_rank(comm: SimulatedCommunicator, compute: Way = compute) -> list[float]:
                 comm.rates = ALWAYS
                 return rates_of(compute(tensors, comm))
 
