@@ -189,7 +189,7 @@ def sparcel(work: Path) -> Row:
     trainer = prepare(examples(rows), settings, comm)
     epochs = [trainer.epoch() for _ in range(EPOCHS)]
     seconds = np.max(gathered(comm, [epoch.seconds for epoch in epochs], "times"), axis=0)
-    coordinates, intercepts = trainer.model.whole().read()
+    coordinates, intercepts = trainer.read()
     return {
         "solver": "sparcel, SGD",
         "iterations_an_epoch": trainer.steps,
