@@ -387,7 +387,8 @@ def test_a_failure_of_one_rank_is_told(run_on: Any, tmp_path: Path) -> None:
 def disagreeing(comm: Communicator, folder: str) -> list[str]:
     mesh = init_device_mesh("cpu", (comm.size,))
     full = torch.arange(32.0).view(8, 4)
-    right = {"x": cut(full, mesh, (Shard(0),)), "plain": torch.ones(3)}
+    plain = torch.ones(3)
+    right = {"x": cut(full, mesh, (Shard(0),)), "plain": plain, "tied": plain}
     others: list[dict[str, Any]] = [
         {**right, "x": 3},
         {},
@@ -396,6 +397,7 @@ def disagreeing(comm: Communicator, folder: str) -> list[str]:
         {**right, "x": cut(full[1:], mesh, (Shard(0),))},
         {**right, "x": cut(full, mesh, (Shard(1),))},
         {**right, "x": full},
+        {**right, "tied": plain.clone()},
     ]
     store = delta.Folder(folder)
     publisher = delta.ShardedPublisher(store)
@@ -413,8 +415,8 @@ def disagreeing(comm: Communicator, folder: str) -> list[str]:
 
 def test_ranks_that_disagree_publish_nothing(run_on: Any, tmp_path: Path) -> None:
     first, second = run_on(2, disagreeing, str(tmp_path))
-    assert first == ["VersionError", "InputError"] + ["MismatchError"] * 5
-    assert second == ["InputError", "VersionError"] + ["MismatchError"] * 5
+    assert first == ["VersionError", "InputError"] + ["MismatchError"] * 6
+    assert second == ["InputError", "VersionError"] + ["MismatchError"] * 6
 
 
 def retied(comm: Communicator, folder: str) -> list[str]:
