@@ -125,7 +125,7 @@ def _gradients(size: int, ranks: int) -> np.ndarray:
     """
     torch.manual_seed(size)
     hidden = int(((74 + 2) ** 2 + 4 * size) ** 0.5 - 76) // 2 + 1
-    gradients = islice(digits_gradients(hidden), 10, 10 + ranks)
+    gradients = islice(digits_gradients(hidden, steps=10), 10, 10 + ranks)
     return np.stack([torch.cat([p.flatten() for p in one])[:size].numpy() for one in gradients])
 
 

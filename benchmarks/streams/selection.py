@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from statistics import median
 
@@ -33,8 +33,11 @@ DENSITIES = (0.001, 0.01)
 SMOOTH = ("normal", "laplace", "gradient", "cauchy")
 
 
-def digits_gradients(width: int) -> Iterator[list[Tensor]]:
-    """Yield the gradients of an MLP's tensors at each step of learning handwritten digits."""
+def digits_gradients(width: int, steps: int | None = None) -> Iterator[list[Tensor]]:
+    """Yield the gradients of an MLP's tensors at each step of learning handwritten digits.
+
+    After so many steps it learns no more: the gradients that follow are of one and the same model.
+    """
     from sklearn.datasets import load_digits
 
     data, target = load_digits(return_X_y=True)
@@ -44,11 +47,12 @@ def digits_gradients(width: int) -> Iterator[list[Tensor]]:
         *(linear(64, width), relu(), linear(width, width), relu(), linear(width, 10))
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    while True:
+    for step in count():
         batch = torch.randint(len(images), (64,))
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
-        optimizer.step()
+        if steps is None or step < steps:
+            optimizer.step()
         yield [p.grad for p in model.parameters() if p.grad is not None]
 
 
