@@ -4,6 +4,6 @@
 
 namespace sparcel {
 
-const Kernels avx2_kernels = kernels_named<Vector16, Vector32, Vector64, Sixty4>("avx2");
+constinit const Kernels avx2_kernels = kernels_named<Vector16, Vector32, Vector64, Sixty4>("avx2");
 
 }  // namespace sparcel

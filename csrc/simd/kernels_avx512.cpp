@@ -4,6 +4,7 @@
 
 namespace sparcel {
 
-const Kernels avx512_kernels = kernels_named<Vector16, Vector32, Vector64, Sixty4>("avx512");
+constinit const Kernels avx512_kernels =
+    kernels_named<Vector16, Vector32, Vector64, Sixty4>("avx512");
 
 }  // namespace sparcel

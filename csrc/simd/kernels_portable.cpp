@@ -4,6 +4,7 @@
 
 namespace sparcel {
 
-const Kernels portable_kernels = kernels_named<Vector16, Vector32, Vector64, Sixty4>("portable");
+constinit const Kernels portable_kernels =
+    kernels_named<Vector16, Vector32, Vector64, Sixty4>("portable");
 
 }  // namespace sparcel
