@@ -2,7 +2,7 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-# For two cores: tests wait for processes and clocks about a third of the time.
+# For two cores: tests wait for processes and clocks, so three keep both busy; four take longer.
 IN_PARALLEL := -n 3 --dist worksteal
 # Without this option pip prints notices of its own updates.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet

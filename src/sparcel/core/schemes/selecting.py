@@ -19,7 +19,7 @@ from sparcel.core.memory import Share
 from sparcel.core.schemes.base import STATE_HINT
 from sparcel.core.schemes.sparsifier import Sparsifier, entering, sends_all
 from sparcel.core.schemes.step import Outcome, Plan, Selection, Span, Step, averaged
-from sparcel.core.selectors import Selector, selector
+from sparcel.core.selectors import Selector
 from sparcel.core.selectors import selector as make_selector
 from sparcel.core.stream import SparseStream
 from sparcel.core.wire import Wire
@@ -249,7 +249,7 @@ class OkTopK(Selecting):
         self.threshold_steps = _checked_steps(self.threshold_steps, "threshold_steps", reuses, 32)
         self.boundary_steps = _checked_steps(self.boundary_steps, "boundary_steps", reuses, 64)
         if reuses and self.selector == "exact":
-            self.selector = selector("reuse", period=self.threshold_steps)
+            self.selector = make_selector("reuse", period=self.threshold_steps)
         super().__post_init__()
 
     def _exchange(self, selection: Selection, wire: Wire) -> SparseStream:
